@@ -91,7 +91,7 @@ def scale(table: Floats, error: Floats, below: Floats, above: Floats, part: NDAr
 
 def render(below: Floats, above: Floats, scales: dict[str, tuple[float, float]]) -> str:
     """uncertainty.toml, as the package ships it."""
-    lines = ["# Widths of the 80 % interval, written by benchmarks/fit_uncertainty.py; meaning: uncertainty.py.", ""]
+    lines = ["# Widths of the 80 % interval, written by benchmarks/fit_uncertainty.py; meaning: prediction.py.", ""]
     for side, weights in (("below", below), ("above", above)):
         lines += [f"[{side}]", *(f"{n} = {float(w):.4f}" for n, w in zip(FEATURES, weights, strict=True)), ""]
     for name, (low, high) in {**scales, "default": (UNSEEN_SCALE, UNSEEN_SCALE)}.items():

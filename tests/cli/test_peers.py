@@ -234,6 +234,8 @@ def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pyte
     assert resumed.status()["step"] == steps
     kinds = {one["kind"] for one in events(resumed, "exchange")}
     assert {"meet", "gradient"} <= kinds
+    launches = [run.launch() for run in list_runs(tmp_path / "runs")]
+    assert [launch.get("is_trial") for launch in launches] == [True, True]  # else they differ in sync.aggregation
     assert main(["peers", "list", str(first.path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["members"]) == 2
 

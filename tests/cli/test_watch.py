@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(
         ends.wait(300)
         run.set_status("done")
 
-    monkeypatch.setattr(watch, "print", show, raising=False)
+    monkeypatch.setattr(watch, "say", show)
     thread = threading.Thread(target=go_on)
     thread.start()
     assert main(["watch", str(run.path), "--plain"]) == 0

@@ -667,6 +667,8 @@ def test_a_fault_of_its_own_while_others_are_replaced_is_another_incident(stage:
     stage.pass_time(0.5)
     assert (stage.epoch, stage.world) == (3, 4)
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2]
+    second = stage.events("incident")[1]
+    assert {second["rank"], *second["others"]} == {0, 2}, "who was to be replaced is lost in it as well"
 
 
 def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stage) -> None:
@@ -777,6 +779,37 @@ def test_under_stop_the_first_failure_ends_the_run(make_stage: Callable[..., Sta
     assert len(stage.events("incident")) == 1, "the cause is recorded also when it is the end"
 
 
+@pytest.mark.parametrize("all_failed", [False, True])
+def test_a_run_ends_once_every_rank_has_said_what_happened_or_half_a_second_later(
+    make_stage: Callable[..., Stage], all_failed: bool
+) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2)
+    if all_failed:
+        agent.lose(3)
+        agent.left(0, why="RuntimeError: Connection closed by peer")
+        stage.coordinator.tick()
+        assert not stage.coordinator.state.is_over
+        agent.left(1, why="RuntimeError: Connection closed by peer")
+        stage.coordinator.tick()
+    else:
+        stage.pass_time(0.5)
+        assert not stage.coordinator.state.is_over, "its cause may be another rank's failure"
+        stage.pass_time(0.25)
+    assert stage.status == ("failed", 3)
+    assert "in a row" not in stage.message, "it is not the count that ends it"
+
+
+def test_a_mistake_of_the_user_in_one_rank_is_not_the_fault_of_its_slot(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.lose(2, kind="UserError", message="data: is cut", signal=0, exit_code=2)
+    stage.pass_time(1.0)
+    assert (stage.status, stage.epoch, stage.events("quarantine")) == (("failed", 2), 1, [])
+
+
 def test_a_mistake_of_the_user_ends_it_at_once_with_code_2(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -839,6 +872,30 @@ def test_a_slot_that_fails_again_and_again_is_left_out_once_before_the_run_gives
     assert "given up: 4 failures in a row" in stage.message
 
 
+@pytest.mark.parametrize(
+    ("incidents", "is_left_out"),
+    [
+        ([{1}, {1}, {1}, {1}], True),
+        ([{1}, {2}, {1}, {2}], False),
+        ([{2}, {1}, {1}, {1}], False),
+        ([{1}, {1}, {1}, {1, 2}], False),
+    ],
+)
+def test_a_slot_is_left_out_only_if_no_other_slot_failed(
+    stage: Stage, incidents: list[set[int]], is_left_out: bool
+) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    for slots in incidents:
+        for slot in slots:
+            agent.lose(slot)
+        stage.pass_time(6.0)
+        stage.ready()
+    assert [one["slot"] for one in stage.events("quarantine")] == ([1] if is_left_out else [])
+    assert len(stage.events("incident")) == 4
+    assert stage.coordinator.state.is_over != is_left_out
+
+
 def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(recovery="replace")
     agent = stage.host("a", 4)
@@ -859,6 +916,7 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert stage.status == ("failed", 3)
     assert "given up: 4 failures in a row, without a new step between (fault.restarts = 3)" in stage.message
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
+    assert stage.events("quarantine") == [], "under replace no rank goes without its slot"
 
 
 def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callable[..., Stage]) -> None:
@@ -874,6 +932,7 @@ def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callab
         waits.append(stage.now_s - before)
         stage.ready()
     assert waits == [0.0625, 0.0625, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert [one["waited_s"] for one in stage.events("incident")] == pytest.approx(waits, abs=0.001)
 
 
 def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
@@ -926,6 +985,7 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     for slot in first.ranks:
         first.left(slot, state="reform", step=9)
     stage.coordinator.tick()
+    assert stage.coordinator.state.saved.step == 9, "the layout of the next membership is that of step 9"
     assert (stage.epoch, stage.world) == (3, 4)
 
 
@@ -1028,6 +1088,44 @@ def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> No
     agent.beat()
     stage.coordinator.tick()
     assert (stage.epoch, stage.events("incident")) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "is_excused"),
+    [(1.0, False), (1.25, True), (30.0, True)],  # what an idle coordinator takes between two turns is no pause
+)
+def test_a_pause_of_the_coordinator_is_no_silence_of_a_host_and_the_rest_is(
+    stage: Stage, pause_s: float, is_excused: bool
+) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.connected = False  # it hangs, and does not hang up
+    stage.pass_time(3.0)
+    stage.now_s += pause_s
+    first.beat()
+    stage.coordinator.tick()
+    rest_s = DEAD_S - 3.0 - (0.0 if is_excused else pause_s)
+    stage.pass_time(rest_s - 0.25)
+    assert stage.events("host")[-1]["state"] != "lost"
+    stage.pass_time(0.5)
+    assert (stage.events("host")[-1]["host"], stage.events("host")[-1]["state"]) == ("b", "lost")
+
+
+@pytest.mark.parametrize(("something_failed", "waits_s"), [(False, 5.0), (True, 1.0)])
+def test_a_new_coordinator_waits_for_hosts_longer_where_nothing_seems_wrong(
+    stage: Stage, something_failed: bool, waits_s: float
+) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.connected = False
+    stage.restart()
+    first.join()
+    if something_failed:
+        first.left(0, why="RuntimeError: Connection closed by peer")
+    stage.pass_time(waits_s - 0.25)
+    assert "did not come back" not in [one.get("reason") for one in stage.events("host")]
+    stage.pass_time(0.25)
+    assert stage.events("host")[-1]["reason"] == "did not come back"
 
 
 def test_one_that_says_nothing_through_several_own_pauses_is_given_up(stage: Stage) -> None:
@@ -1391,10 +1489,11 @@ def test_one_that_dies_when_others_are_done_is_done_again(stage: Stage) -> None:
 
 def test_a_stuck_rank_is_found_by_where_the_others_wait(stage: Stage) -> None:
     agent = stage.host("a", 4)
-    stage.start()
+    stage.start(step=6)
     stage.pass_time(2.0)
     stage.advance(7)
-    agent.age_s = DEAD_S + 1
+    assert stage.coordinator.state.step_s == 2.0
+    agent.age_s = DEAD_S + 3 * 2.0
     stage.pass_time(0.5)
     assert "where" not in agent.kinds(), "three steps more are allowed"
     agent.age_s = DEAD_S + 10
@@ -1404,12 +1503,66 @@ def test_a_stuck_rank_is_found_by_where_the_others_wait(stage: Stage) -> None:
     stage.coordinator.tick()
     kill = agent.last("kill")
     assert (kill["slot"], kill["place"], kill["silent_s"], kill["epoch"]) == (2, "sleep", DEAD_S + 10, 1)
+    assert kill["patience"] == "", "the duration of a step is known"
     stage.pass_time(1.0)
     assert agent.kinds().count("kill") == agent.kinds().count("where") == 1, "its end is on its way"
     agent.age_s = 0.0
     agent.lose(2, kind="Silence", message="stopped answering", signal=0)
     stage.coordinator.tick()
     assert stage.epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "waiting", "culprit"),
+    [
+        ((7, 7), [], ("a", 0)),  # the first of those that came equally far
+        ((7, 6), [], ("b", 0)),  # the one that came least far
+        ((6, 7), [0, 1], ("b", 0)),  # of those that do not wait
+        ((7, 7), [0], ("a", 1)),
+    ],
+)
+def test_of_several_that_do_not_wait_the_one_that_came_least_far_is_ended(
+    stage: Stage, steps: tuple[int, int], waiting: list[int], culprit: tuple[str, int]
+) -> None:
+    agents = [stage.host("a", 2), stage.host("b", 2)]
+    stage.start(step=5)
+    for agent, step in zip(agents, steps, strict=True):
+        agent.step, agent.age_s = step, 100.0
+    stage.pass_time(0.25)
+    for agent in reversed(agents):
+        agent.say("where", ranks={slot: [agent.ranks[slot] in waiting, "sleep"] for slot in agent.ranks})
+    stage.coordinator.tick()
+    assert [(agent.name, agent.last("kill")["slot"]) for agent in agents if "kill" in agent.kinds()] == [culprit]
+
+
+def test_a_host_that_does_not_say_where_its_ranks_are_is_waited_for_two_seconds(stage: Stage) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    first.age_s = second.age_s = 100.0
+    stage.pass_time(0.25)
+    second.say("where", ranks={0: [True, "all_reduce"], 1: [False, "sleep"]})
+    stage.pass_time(2.0)
+    assert "kill" not in second.kinds()
+    stage.pass_time(0.25)
+    assert second.last("kill")["slot"] == 1
+    asked = second.kinds().count("where")
+    stage.pass_time(1.75)
+    assert second.kinds().count("where") == asked, "its end is on its way"
+    stage.pass_time(0.25)
+    assert second.kinds().count("where") == asked + 1
+
+
+def test_ranks_that_move_while_they_are_asked_where_they_are_are_not_ended(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = 100.0
+    stage.pass_time(0.25)
+    assert agent.kinds()[-1] == "where"
+    agent.age_s = 0.0
+    agent.beat()
+    agent.say("where", ranks={slot: [slot != 2, "sleep"] for slot in range(4)})
+    stage.pass_time(3.0)
+    assert ("kill" in agent.kinds(), stage.epoch) == (False, 1)
 
 
 def test_when_all_wait_for_each_other_they_form_again(stage: Stage) -> None:
@@ -1431,7 +1584,7 @@ def test_resting_ranks_have_more_patience(stage: Stage) -> None:
         (Phase.BUILDING, "setting up"),
         (Phase.LOCKED, "in native code that holds the interpreter lock"),
     ):
-        agent.phase, agent.age_s = phase, TIMEOUT_S
+        agent.phase, agent.age_s = phase, TIMEOUT_S + 10
         agent.heard.clear()
         stage.pass_time(5.0)
         assert "where" not in agent.kinds()
@@ -1846,6 +1999,57 @@ def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost
     }[recovery]
     assert reason.startswith(start)
     assert ending in reason
+    assert stage.agents["a"].kinds()[-1] == "end", "nothing is formed after it"
+
+
+@pytest.mark.parametrize(("incidents", "quarantined"), [(3, 0), (4, 1)])
+def test_a_job_that_may_shrink_gives_a_slot_one_more_chance_where_there_is_no_spare(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, incidents: int, quarantined: int
+) -> None:
+    stage.host("a", 4)
+    stage.start(step=7)
+    crawl(stage, monkeypatch, bad_slots=lambda host, slot: slot == 3, most=incidents)
+    assert (len(stage.events("quarantine")), stage.world) == (quarantined, 4 - quarantined)
+
+
+def test_a_host_is_excluded_with_as_many_slots_elsewhere_as_the_job_can_shrink_to(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.host("a", 3)
+    stage.host("b", 1)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: host == "a", most=40) == 7
+    assert [(one["host"], one.get("slot")) for one in stage.events("quarantine")] == [("a", 0), ("a", None)]
+    assert stage.seats == [["b", 0]]
+
+
+def test_a_host_that_is_lost_again_and_again_is_excluded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    agent, other = stage.host("a", 1), stage.host("b", 3)
+    stage.start()
+    for count in range(1, 5):
+        assert stage.world == 4
+        stage.advance(stage.coordinator.state.saved.step + 1)
+        stage.pass_time(25.0)
+        agent.hang_up()
+        stage.pass_time(2.0)
+        assert stage.world == 3
+        assert len(stage.events("quarantine")) == (count == 4), "at first it may come back"
+        stage.ready()
+        agent.epoch, agent.went, agent.ranks = 0, 0, {}
+        agent.join()
+        stage.advance(stage.coordinator.state.saved.best_step + 1)
+        stage.pass_time(1.5)
+        if count < 4:
+            for slot in other.ranks:
+                other.left(slot, state="reform")
+            stage.coordinator.tick()
+            stage.ready()
+    excluded, refused = stage.events("quarantine")  # the second one when it came back
+    assert {(one["host"], "slot" in one) for one in (excluded, refused)} == {("a", False)}
+    assert excluded["reason"].startswith("host a was lost 4 times; incidents cost")
+    assert stage.world == 3
 
 
 def test_the_true_cause_is_waited_for_before_a_slot_is_quarantined(
@@ -1860,7 +2064,7 @@ def test_the_true_cause_is_waited_for_before_a_slot_is_quarantined(
         stage.advance(step)
         stage.pass_time(25.0)
         agent.lose(2, **lost_peer)
-        stage.pass_time(0.25)
+        stage.pass_time(0.5)
         if step == 10:
             agent.lose(3)
         stage.pass_time(1.0)

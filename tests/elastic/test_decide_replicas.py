@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx.elastic import decide_replicas
 from phalanx.elastic.coordinator_state import (
     Action,
     AgentMessage,
@@ -22,6 +24,7 @@ from phalanx.elastic.coordinator_state import (
 )
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.failure import by_signal
+from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 
@@ -371,3 +374,34 @@ def test_nobody_is_taken_in_by_those_who_are_asked_to_stop() -> None:
     play.tick()
     play.tick(3.0)
     assert not {"rejoin", "clear"} & {one["kind"] for one in play.sent[before:]}
+
+
+# ---- which spare slots a replica moves to ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "spare", "num_usable", "moved"),
+    [
+        ([2, 3], "s0 t0 t1", 7, "t0 t1"),  # on as few hosts as can be
+        ([2, 3], "s0 t0 u0", 7, "s0 t0"),
+        ([2], "s0 s1 b2", 7, "b2"),  # next to the rank that stays
+        ([2, 3], "s0 s1 b2", 7, "s0 s1"),  # none stays
+        ([2], "s0", 6, "s0"),  # as many as there are ranks
+        ([2, 3], "s0", 7, None),
+        ([2], "", 7, None),
+        ([2], "s0", 5, None),  # too few slots for all: it was not looked for a spare one
+    ],
+)
+def test_a_replica_moves_to_few_hosts_and_near_the_ranks_that_stay(
+    lost: list[int], spare: str, num_usable: int, moved: str | None
+) -> None:
+    def slots(text: str) -> tuple[HostSlot, ...]:
+        return tuple(HostSlot(word[0], int(word[1:])) for word in text.split())
+
+    taken = slots("a0 a1 b0 b1 c0 c1")
+    membership = Membership(generation=1, layout=LAYOUT, slots=taken)
+    state: Any = SimpleNamespace(
+        membership=membership, num_usable=num_usable, living_slots=lambda: [*taken, *slots(spare)]
+    )
+    found = decide_replicas._spare_slots(state, {2: taken[2], 3: taken[3]}, lost)
+    assert found == (dict(zip(lost, slots(moved), strict=True)) if moved is not None else None)

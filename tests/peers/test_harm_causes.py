@@ -41,6 +41,8 @@ def test_a_rise_is_beyond_chance_by_its_standard_error_and_not_by_the_spread_of_
     assert not rises(BEFORE[:1], BEFORE[:1] + 9.0)  # one sequence says nothing about chance
     assert rises(BEFORE, np.full(32, np.nan))
     assert rises(BEFORE, np.full(32, np.inf))
+    assert rises(BEFORE, np.where(np.arange(32) == 5, np.nan, BEFORE - 1.0))  # of one sequence
+    assert not rises(np.full(32, np.nan), BEFORE)
 
 
 def quadratic(updates: dict[str, float]) -> tuple[Losses, dict[str, Losses], object]:
@@ -76,6 +78,39 @@ def test_those_are_named_whose_removal_lowers_the_loss(liars: dict[str, float], 
     updates = {**HONEST, **liars}
     before, alone, without = quadratic(updates)
     assert set(find_causes(before, without([]), alone, without)) == named  # type: ignore[operator, arg-type]
+
+
+def test_an_outlier_is_five_times_as_far_from_the_typical_peer_as_half_of_all_are() -> None:
+    alone = {peer: np.full(8, 3.0 + far) for peer, far in {"e": 1.0, "d": -1.0, "c": 0.0, "b": -1.0}.items()}
+    assert outliers({**alone, "a": np.full(8, 8.0)}) == []
+    assert outliers({**alone, "a": np.full(8, 8.125)}) == ["a"]
+    assert outliers({"y": np.full(8, 90.0), **dict.fromkeys("bcd", BEFORE[:8]), "x": np.full(8, 80.0)}) == ["x", "y"]
+
+
+def table_of(losses: dict[str, float], floor: float) -> tuple[dict[str, Losses], list[Collection[str]], object]:
+    """Each peer's loss alone; without peers, the loss falls by 0.1 for each that is above the floor."""
+    asked: list[Collection[str]] = []
+
+    def without(removed: Collection[str]) -> Losses:
+        asked.append(frozenset(removed))
+        return BEFORE + 0.05 - 0.1 * sum(losses[peer] > floor for peer in removed)
+
+    return {peer: BEFORE + far for peer, far in losses.items()}, asked, without
+
+
+def test_in_a_harmless_round_more_outliers_than_there_may_be_liars_are_no_liars() -> None:
+    alone, _, without = table_of({"a": -0.2, "b": -0.2, "c": -0.2, "x": 0.5, "y": 0.6}, 0.0)
+    assert find_causes(BEFORE, BEFORE, alone, without) == {}  # type: ignore[arg-type]
+    # A round that harms has a cause: the worst is removed, which takes the harm away.
+    assert set(find_causes(BEFORE, BEFORE + 0.05, alone, without)) == {"x"}  # type: ignore[arg-type]
+
+
+def test_the_harm_is_taken_away_first_and_then_the_others_that_harm_are_looked_for() -> None:
+    losses = {**dict.fromkeys("abcdef", -0.2), **dict.fromkeys("vwxyz", 0.5)}
+    alone, asked, without = table_of(losses, 0.0)
+    found = find_causes(BEFORE, BEFORE + 0.05, alone, without)  # type: ignore[arg-type]
+    assert list(found) == ["v", "w", "x"]  # as many as may lie of eleven
+    assert len(set(asked)) == len(asked) == 5 + 4 + 3, "each evaluation costs a pass over the held-out sequences"
 
 
 def test_a_loss_that_rises_alike_for_all_has_no_cause() -> None:
@@ -129,11 +164,24 @@ def test_a_repeated_update_is_recognised_whatever_its_size() -> None:
     # All at once: the group repeats a round, and no peer lies.
     assert history.repeated(share, sketches) == {}
     for number in range(KEPT_UPDATES):
-        history.remember(8 + number, share, fresh, np.zeros(SKETCH_VALUES))
+        assert history.repeated(share, again) == {"b": "its update is its own of round 7 again"}, number
+        history.remember(8 + number, share, {"a": fresh["a"]}, np.zeros(SKETCH_VALUES))
+        again["a"] = sketch_of(RANDOM.normal(size=9000), 4096)
     assert history.repeated(share, again) == {}
+
+
+def test_sketches_of_another_share_are_forgotten() -> None:
+    sketches, mean = {peer: RANDOM.normal(size=SKETCH_VALUES) for peer in "abcd"}, RANDOM.normal(size=SKETCH_VALUES)
+    history = UpdateHistory()
+    history.remember(0, (0, 100), sketches, mean)
+    history.remember(1, (0, 200), {}, np.zeros(SKETCH_VALUES))
+    others = {peer: RANDOM.normal(size=SKETCH_VALUES) for peer in "acd"}
+    assert history.repeated((0, 200), {**others, "b": sketches["b"]}) == {}
+    assert history.repeated((0, 200), {**others, "b": mean}) == {}
 
 
 def test_the_same_update_of_two_peers_is_reported_as_a_pair() -> None:
     sketches = {peer: sketch_of(RANDOM.normal(size=500), 0) for peer in "abc"}
     assert same_updates(sketches) == []
-    assert same_updates({**sketches, "d": 2.0 * sketches["b"]}) == [("b", "d")]
+    assert same_updates({"d": 2.0 * sketches["b"], **sketches}) == [("b", "d")]
+    assert same_updates({**sketches, "d": sketches["c"]}) == [("c", "d")]

@@ -50,6 +50,15 @@ def test_a_peer_is_excluded_by_a_majority_of_the_others_and_not_by_its_own_vote(
     assert ballots({"a": accuse("b"), "b": accuse("a")}, ("a", "b")).excluded == {}
 
 
+def test_every_member_gives_the_same_reasons_in_the_same_order_whichever_vote_came_first() -> None:
+    voters = [f"p{place}" for place in range(9)]
+    votes = {
+        voter: Judgement(harms=True, accused={peer: f"{voter} accuses {peer}" for peer in voters[6:]})
+        for voter in reversed(voters[:6])
+    }
+    assert list(ballots(votes, voters).excluded.items()) == [(peer, f"p0 accuses {peer}") for peer in voters[6:]]
+
+
 def test_a_member_that_objects_holds_no_result_for_a_later_view() -> None:
     assert HARMFUL.objects(gathered=False)
     assert not HARMFUL.objects(gathered=True)
@@ -65,6 +74,8 @@ def test_a_round_waits_only_for_votes_that_can_change_it() -> None:
     assert ballots({"a": SOUND, "b": SOUND, "c": HARMFUL}).is_settled(may_discard=True)
     assert not ballots({"a": SOUND, "b": HARMFUL, "c": HARMFUL}).is_settled(may_discard=True)
     assert ballots({"a": SOUND, "b": HARMFUL, "c": HARMFUL}).is_settled(may_discard=False)
+    # More than half found it harmful already: the vote that is missing changes nothing.
+    assert ballots(dict.fromkeys("abc", HARMFUL)).is_settled(may_discard=True)
     five = (*PEERS, "e")
     assert not ballots({"a": SOUND, "b": accuse("d")}, five).is_settled(may_discard=False)
     assert ballots({"a": SOUND, "b": accuse("d"), "c": SOUND}, five).is_settled(may_discard=False)

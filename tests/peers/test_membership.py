@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.peers.facts import Member, MemberView
-from phalanx.peers.messages import Accepted, Agreed, NextView, Prepare, Promise, Propose, RoundPlan
+from phalanx.peers.messages import Accepted, Agreed, Nack, NextView, Prepare, Promise, Propose, RoundPlan
 from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority, may_decide
 
 
@@ -145,6 +146,83 @@ def test_a_frozen_member_holds_nothing_new_and_newcomers_are_in_the_next_view() 
     restarted = replace(member(2), instance="other")
     chosen = choose_proposal(bench.view, promises, joining=[restarted], leaving=set())  # type: ignore[arg-type]
     assert chosen.view.member(restarted.id) == restarted
+
+
+def promise(committed: int = 4, held: Accepted | None = None, **changes: object) -> Promise:
+    """Of a member that has agreed to nothing."""
+    return msgspec.structs.replace(
+        Promise(view_number=1, ballot=(9, "a"), committed=committed, accepted=held), **changes
+    )
+
+
+def result(attempt: int, round_number: int = 5, view_number: int = 1) -> Accepted:
+    made = msgspec.structs.replace(plan(attempt), round_number=round_number, view_number=view_number)
+    return Accepted(plan=made, digest=f"{attempt:064x}")
+
+
+VIEW = MemberView(number=1, members=tuple(member(place) for place in (1, 2, 3)), next_round=5, history="h")
+A, B, C = VIEW.ids
+
+
+@pytest.mark.parametrize(
+    ("promises", "outcome", "holders", "next_round"),
+    [
+        ({A: promise(), B: promise()}, None, [], 5),
+        ({A: promise(2), B: promise(3)}, None, [], 5),  # the candidate knows of more rounds than they do
+        ({A: promise(4), B: promise(7)}, None, [], 8),  # and one of them of more than the candidate
+        ({C: promise(held=result(1)), B: promise(held=result(1))}, result(1), [B, C], 6),
+        ({A: promise(held=result(2)), B: promise(held=result(3)), C: promise(held=result(1))}, result(3), [B], 6),
+        ({A: promise(held=result(1, view_number=2)), B: promise(held=result(3))}, result(1, view_number=2), [A], 6),
+        ({A: promise(5), B: promise(held=result(1))}, None, [], 6),  # it was committed meanwhile
+        ({A: promise(), B: promise(held=result(1, 6))}, None, [], 5),  # of no round that can be next
+    ],
+)
+def test_the_newest_result_that_a_member_holds_is_committed_with_the_view(
+    promises: dict[str, Promise], outcome: Accepted | None, holders: list[str], next_round: int
+) -> None:
+    chosen = choose_proposal(VIEW, promises, joining=(), leaving=())
+    assert (chosen.outcome, chosen.holders, chosen.view.next_round) == (outcome, holders, next_round)
+    assert (chosen.view.number, chosen.view.ids) == (2, tuple(sorted(promises)))
+
+
+def test_the_next_view_has_those_who_answered_and_newcomers_by_id() -> None:
+    promises, newcomers = {A: promise(), C: promise()}, [member(0), member(9)]
+    chosen = choose_proposal(VIEW, promises, joining=newcomers, leaving={member(9).id, C})
+    assert chosen.view.ids == (member(0).id, A)
+
+
+def test_what_any_has_agreed_to_goes_first_and_the_newest_of_that() -> None:
+    older, newer = (NextView(view=replace(VIEW, number=2, next_round=number)) for number in (6, 7))
+    promises = {
+        A: promise(held=result(1), proposal=newer, proposal_ballot=(3, "b")),
+        B: promise(proposal=older, proposal_ballot=(2, "c")),
+        C: promise(),
+    }
+    for order in itertools.permutations(promises):
+        answers = {peer: promises[peer] for peer in order}
+        assert choose_proposal(VIEW, answers, joining=[member(0)], leaving={A}) == newer
+    # Half of a proposal, which only a broken peer sends, is none.
+    halves = {A: promise(proposal=older), B: promise(proposal_ballot=(3, "b"))}
+    assert choose_proposal(VIEW, halves, joining=(), leaving=()).view.next_round == 5
+
+
+def test_an_acceptor_answers_the_same_ballot_again_and_no_lower_one() -> None:
+    acceptor, proposal = Acceptor(VIEW), NextView(view=replace(VIEW, number=2))
+    first = Propose(view_number=1, ballot=(1, "a"), proposal=proposal)
+    assert isinstance(Acceptor(VIEW).propose(first), Agreed), "also one that was not asked to promise"
+    ask, low = Prepare(view_number=1, ballot=(2, "b")), Prepare(view_number=1, ballot=(2, "a"))
+    for _ in range(2):
+        assert isinstance(acceptor.prepare(ask, committed=4, accepted=None), Promise)
+    assert isinstance(acceptor.prepare(low, committed=4, accepted=None), Nack)
+    lower = Propose(view_number=1, ballot=low.ballot, proposal=NextView(view=replace(VIEW, number=3)))
+    assert acceptor.propose(lower) == Nack(view_number=1, ballot=low.ballot, promised=(2, "b"))
+    for _ in range(2):
+        same = Propose(view_number=1, ballot=ask.ballot, proposal=proposal)
+        assert acceptor.propose(same) == Agreed(view_number=1, ballot=ask.ballot)
+    told = acceptor.prepare(Prepare(view_number=1, ballot=(3, "a")), committed=4, accepted=result(1))
+    assert told == Promise(
+        view_number=1, ballot=(3, "a"), committed=4, accepted=result(1), proposal=proposal, proposal_ballot=(2, "b")
+    )
 
 
 @pytest.mark.parametrize("count", range(1, 5))

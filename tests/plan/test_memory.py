@@ -296,6 +296,16 @@ def test_offload_moves_what_it_says():
     assert use(dp=8.0, offload=1.0).activations == plain.activations
 
 
+def test_offloaded_activations_leave_what_backward_needs_on_the_device():
+    """With full recompute there is little to move: reductions, logits and the layer at work stay."""
+    layout = {"dp": 2.0, "ep": 2.0, "zero": 3.0, "shard": 2.0, "profile": memory_profiles()["phalanx"]}
+    full = use("mixtral-8x7b", **layout, recompute=FULL).activations.item()
+    moved = use("mixtral-8x7b", **layout, recompute=FULL, offload=2.0).activations.item()
+    assert 0.8 * full < moved < full  # 0.2 where the count took the reductions away too
+    none = use("mixtral-8x7b", **layout, micro_batch=4.0).activations.item()
+    assert use("mixtral-8x7b", **layout, micro_batch=4.0, offload=2.0).activations.item() < 0.5 * none
+
+
 def test_profiles_stack_row_by_row():
     mine, theirs = MemoryProfile(base_bytes=1e9), MemoryProfile(base_bytes=7e9)
     both = case().take(np.array([0, 0]))

@@ -127,7 +127,7 @@ def train(
 def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float, data_s: float) -> Run:
     """Train a job with peers as a trial: as many as [sync] names, each a process on this machine with its own run."""
     from phalanx.api.peer_processes import run_trial, trial_peers
-    from phalanx.train.slow_links.peer_launch import make_trial
+    from phalanx.train.slow_links.peer_launch import make_trial, mark_trial
 
     sync = plan.job.sync
     other_peers = trial_peers(old) if old is not None else []
@@ -142,7 +142,7 @@ def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float
     else:
         for peer in other_peers:
             make_run_folder(plan, call, peer, started=started, data_s=data_s)
-        run.set_launch(**{**run.launch(), "is_trial": True, "trial": [peer.path.name for peer in other_peers]})
+        mark_trial(run, other_peers)
     return run_trial(run, other_peers, plan, allow_code=call.consents, tell=call.tell)
 
 

@@ -8,7 +8,7 @@ import phalanx
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx agent`."""
+    """Add the options of `phalanx agent`."""
     parser.add_argument("run", metavar="RUN", help="the run folder, on a file system that all hosts share")
     parser.add_argument(
         "--slots", metavar="N", type=int, help="number of ranks this host can run (default: its share of the plan)"
@@ -28,7 +28,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Join and stay until the run is over."""
+    """Join the run and block until it is over."""
     names = ("slots", "address", "host", "election", "allow_code")
     phalanx.join_run(args.run, **{name: getattr(args, name) for name in names})
     return 0

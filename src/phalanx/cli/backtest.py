@@ -12,7 +12,7 @@ from phalanx.units import plural
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx backtest`."""
+    """Add the options of `phalanx backtest`."""
     parser.add_argument(
         "table",
         metavar="TABLE.csv",
@@ -40,16 +40,16 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Predict, write, score, print."""
-    found = phalanx.backtest(
+    """Predict the table's rows, write the predictions if asked to, and print their error."""
+    result = phalanx.backtest(
         args.table, calibration=args.calibrate, draw=args.draw, seed=args.seed, simulate=args.simulate, progress=note
     )
     if args.predictions:
         from phalanx.api.planning import Backtest
 
-        if not isinstance(found, Backtest):
+        if not isinstance(result, Backtest):
             fix = "leave --predictions, --calibrate and --draw out"
             raise mistake(args.table, "is a table of network claims", fix=fix)
-        found.write(args.predictions)
-        note(f"wrote {plural(len(found.predictions), 'row')} to {args.predictions}")
-    return show(found, as_json=args.json)
+        result.write(args.predictions)
+        note(f"wrote {plural(len(result.predictions), 'row')} to {args.predictions}")
+    return show(result, as_json=args.json)

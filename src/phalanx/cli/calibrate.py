@@ -1,4 +1,4 @@
-"""`phalanx calibrate`: refit five factors of the cost model from a few measured steps of your own system."""
+"""`phalanx calibrate`: fit up to five factors of the cost model to a few measured steps of your own system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx calibrate`."""
+    """Add the options of `phalanx calibrate`."""
     parser.add_argument(
         "measured",
         metavar="RUN_OR_CSV",
@@ -23,8 +23,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Fit, write, print."""
-    found = phalanx.calibrate(args.measured)
-    found.write(args.out)
+    """Fit the factors, write them to --out and print them."""
+    calibration = phalanx.calibrate(args.measured)
+    calibration.write(args.out)
     note(f"wrote {args.out}; use it with: phalanx plan JOB --calibration {args.out}")
-    return show(found, as_json=args.json)
+    return show(calibration, as_json=args.json)

@@ -10,11 +10,11 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx cancel`."""
+    """Add the options of `phalanx cancel`."""
     parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
     add_json(parser)
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """End it, say so."""
+    """Cancel the job and print what was cancelled."""
     return show(phalanx.cancel(args.id), as_json=args.json)

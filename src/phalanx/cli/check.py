@@ -1,4 +1,7 @@
-"""`phalanx check`: the training specification against a job file, a plan, a run, or another trainer's configuration."""
+"""`phalanx check`: check jobs, plans and runs against the training specification.
+
+A target may also be another trainer's configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx check`."""
+    """Add the options of `phalanx check`."""
     parser.add_argument(
         "targets",
         metavar="TARGET",
@@ -36,9 +39,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     add_evidence(parser)
     parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, e.g. CKP,FLT001")
     parser.add_argument("--ignore", metavar="RULES", default="", help="all except these rules or groups")
-    mending = parser.add_mutually_exclusive_group()
-    mending.add_argument("--fix", action="store_true", help="write safe edits into the job file")
-    mending.add_argument("--unsafe-fixes", action="store_true", help="also write edits that change the training")
+    fix_group = parser.add_mutually_exclusive_group()
+    fix_group.add_argument("--fix", action="store_true", help="write safe edits into the job file")
+    fix_group.add_argument("--unsafe-fixes", action="store_true", help="also write edits that change the training")
     parser.add_argument("--diff", action="store_true", help="show the edits as a unified diff and write nothing")
     parser.add_argument("--format", choices=FORMATS, help="text (the default), json, sarif, github, junit or html")
     parser.add_argument("--out", metavar="FILE", help="write the report to this file")
@@ -54,7 +57,10 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def add_evidence(parser: argparse.ArgumentParser) -> None:
-    """What is looked at beside the target; `phalanx explain` has the same options."""
+    """Add the options that name further evidence for the rules: cluster, plan, drill records, waivers.
+
+    `phalanx explain` has the same options.
+    """
     parser.add_argument("--profile", metavar="NAME", help="hardware profile instead of the cluster's, e.g. nvidia-h100")
     parser.add_argument("--cluster", metavar="SPEC", help="check for this cluster instead of the job's, e.g. 8xH100:16")
     parser.add_argument("--plan", metavar="FILE", help="the job's plan, written by phalanx plan --out")
@@ -88,15 +94,19 @@ def add_evidence(parser: argparse.ArgumentParser) -> None:
 
 
 def evidence_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_evidence` as keyword arguments of `phalanx.check` and `phalanx.explain`."""
+    """Return the options of `add_evidence` as keyword arguments of `phalanx.check` and `phalanx.explain`."""
     names = ("profile", "cluster", "plan", "drills", "parity", "source", "waivers", "rules", "allow_code")
     return {name: getattr(args, name) for name in names}
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """0 clean, 1 findings, 2 a target that cannot be checked; the others are checked all the same."""
+    """Check every target and print the findings; return the exit code.
+
+    0: no findings, 1: findings, 2: some target could not be checked (the remaining targets are checked all the same).
+    """
     form = _output_form(args)
-    if args.out and not is_folder(Path(args.out).parent):  # a report of a long log must not be lost to a misspelt name
+    # Before the check: the report of a check that took minutes must not be lost to a misspelt name.
+    if args.out and not is_folder(Path(args.out).parent):
         what, fix = "its folder does not exist", "make the folder, or name another --out"
         raise mistake(f"--out {args.out[:200]}", what, fix=fix)
     options = {
@@ -114,18 +124,19 @@ def run_command(args: argparse.Namespace) -> int:
             failures.append(error)
             note(str(error))
             continue
-        if args.diff:  # a pipe may end in `patch`
+        if args.diff:  # into a pipe exactly as it is: it may end in `patch`
             sys.stdout.write(visible(fixed.diff) if sys.stdout.isatty() else fixed.diff)
         for line in fixed.notes:
             note(line)
         reports.append(fixed.report)
     if reports and not (args.diff and form == "text"):
         _print_reports(form, reports, args)
-    return max([*(one.exit_code for one in reports), *(error.exit_code for error in failures)])
+    return max([*(report.exit_code for report in reports), *(error.exit_code for error in failures)])
 
 
 def _check_targets(args: argparse.Namespace, form: str, options: dict[str, Any]) -> int:
-    found = phalanx.check_project(
+    """Check all targets as one project, without edits, and print reports and summary table."""
+    project = phalanx.check_project(
         *args.targets,
         overrides=args.overrides,
         config=args.config,
@@ -135,20 +146,25 @@ def _check_targets(args: argparse.Namespace, form: str, options: dict[str, Any])
         progress=note,
         **options,
     )
-    shown = [one for one in found.reports if one.problems or not found.searched or form != "text" or args.verbose]
-    if shown or (found.failures and form != "text"):
-        _print_reports(form, shown, args, failures=found.failures)
-    if form == "text" and found.searched and not args.out:
-        for line in found.table_lines():
+    shown = [
+        report
+        for report in project.reports
+        if report.problems or not project.searched or form != "text" or args.verbose
+    ]
+    if shown or (project.failures and form != "text"):
+        _print_reports(form, shown, args, failures=project.failures)
+    if form == "text" and project.searched and not args.out:
+        for line in project.table_lines():
             print(visible(line))
-    return found.exit_code
+    return project.exit_code
 
 
 def _output_form(args: argparse.Namespace) -> str:
+    """Return the output format; raise UserError for options that exclude each other."""
     if args.json and args.format not in (None, "json"):
         raise mistake("phalanx check", f"--json and --format {args.format} exclude each other", fix="give one of them")
-    elsewhere = {"--set": args.overrides, "--cluster": args.cluster, "--profile": args.profile, "--plan": args.plan}
-    for option, value in elsewhere.items():
+    job_options = {"--set": args.overrides, "--cluster": args.cluster, "--profile": args.profile, "--plan": args.plan}
+    for option, value in job_options.items():
         if _edits_file(args) and value:
             raise mistake(
                 "phalanx check",
@@ -166,6 +182,7 @@ def _edits_file(args: argparse.Namespace) -> bool:
 def _print_reports(
     form: str, reports: Sequence[CheckReport], args: argparse.Namespace, *, failures: Sequence[PhalanxError] = ()
 ) -> None:
+    """Print the reports in the given format, or write them to --out."""
     from phalanx.rules.formats.registry import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():

@@ -1,4 +1,4 @@
-"""`phalanx checkpoints`: the checkpoints of a run, and whether they are intact."""
+"""`phalanx checkpoints`: list the checkpoints of a run, and verify that they are intact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx checkpoints`."""
+    """Add the options of `phalanx checkpoints`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, or a folder that phalanx export wrote")
     parser.add_argument("--checksum", action="store_true", help="read every byte and compare it with its digest")
     parser.add_argument("--verify", dest="checksum", action="store_true", help=argparse.SUPPRESS)  # its first name
@@ -18,5 +18,5 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """List; exit 1 when something is damaged or gone."""
+    """List the checkpoints; exit code 1 if one is damaged or missing."""
     return show(phalanx.checkpoints(args.run, checksum=args.checksum, progress=note), as_json=args.json)

@@ -1,4 +1,7 @@
-"""`phalanx cluster`: what there is to run on, this machine or a named cluster; `init` and `health` for its operator."""
+"""`phalanx cluster`: describe this machine or a named cluster.
+
+`phalanx cluster init` and `phalanx cluster health` are for the cluster's operator.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from phalanx.errors import mistake
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx cluster`."""
+    """Add the options of `phalanx cluster`."""
     parser.add_argument(
         "spec",
         nargs="?",
@@ -53,7 +56,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Print the machine or the cluster, or do what its operator asks for."""
+    """Print the machine or the cluster, or run `init` or `health`."""
     if args.spec == "init":
         if args.teams is None:
             fix = "phalanx cluster init teams.toml; docs/launch-operator.md has one to copy"
@@ -66,11 +69,11 @@ def run_command(args: argparse.Namespace) -> int:
         options = {"on": args.on, "queue": args.queue, "apply": args.apply, "follow": args.follow}
         return show(phalanx.cluster_health(**options, progress=note), as_json=args.json)
     if args.list:
-        found = phalanx.accelerators(hardware=args.hardware)
+        catalogue = phalanx.accelerators(hardware=args.hardware)
         if args.json:
-            print_json(found.accelerators)
+            print_json(catalogue.accelerators)
         else:
-            say(found)
+            say(catalogue)
         return 0
     page = phalanx.describe_cluster(args.spec, ranks=args.ranks, profile=args.profile, hardware=args.hardware)
     for text in page.machine.notes if page.machine is not None else ():

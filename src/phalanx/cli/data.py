@@ -11,7 +11,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx data`."""
+    """Add the options of `phalanx data`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _configure_build(verbs.add_parser("build", help="build a dataset folder from text, .jsonl or .parquet files"))
     for verb, text in (
@@ -19,7 +19,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         ("checksum", "compare every file of a dataset with its manifest"),
     ):
         _add_path(verbs.add_parser(verb, help=text))
-    _add_path(verbs.add_parser("verify"))  # its name until 0.7; without help it is not listed
+    # The name of checksum until 0.7; without help it is not listed.
+    _add_path(verbs.add_parser("verify"))
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_build(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx data build`."""
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
         "sources",
@@ -68,7 +70,7 @@ def _configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Build, show or check."""
+    """Build, show or verify a dataset."""
     if args.what == "verify":
         note("note: phalanx data verify is now called phalanx data checksum")
     if args.what == "build":

@@ -1,4 +1,4 @@
-"""`phalanx diff`: what differs between two runs, plans or jobs."""
+"""`phalanx diff`: compare two runs, plans or jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx diff`."""
+    """Add the options of `phalanx diff`."""
     what = "a run folder, a plan (JSON) or a job file (TOML)"
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument("b", metavar="B", help=what)
@@ -25,5 +25,5 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Print the differences; exit 0 when there are none, 1 when there are."""
+    """Print the differences; exit code 0 if there are none, else 1."""
     return show(phalanx.diff(args.a, args.b, within=args.within, progress=note), as_json=args.json)

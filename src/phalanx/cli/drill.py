@@ -1,4 +1,4 @@
-"""`phalanx drill`: break a real run on purpose, and prove from its record that nothing was lost."""
+"""`phalanx drill`: inject faults into a real run, and prove from its record that nothing was lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUITES = ("standard", "outside")
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx drill`."""
+    """Add the options of `phalanx drill`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as examples/drill.toml")
     add_set(parser)
     parser.add_argument(
@@ -70,8 +70,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """0 when every verdict holds, 1 when one does not or could not be judged."""
-    if args.suite is not None and args.suite not in SUITES and not args.job:  # --suite JOB, as before 0.7
+    """Run or read a drill; exit code 0 if every verdict holds, 1 if one does not or could not be judged."""
+    # --suite JOB, the form until 0.7.
+    if args.suite is not None and args.suite not in SUITES and not args.job:
         args.suite, args.job = "standard", args.suite
     if args.suite == "outside" or args.only or args.list:
         _check_outside(args)
@@ -85,7 +86,7 @@ def run_command(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in names}
     if args.suite:
         return show(phalanx.drill_suite(args.job, progress=note, **options), as_json=args.json)
-    found = phalanx.drill(
+    result = phalanx.drill(
         args.job,
         args.faults,
         chaos=args.chaos,
@@ -102,18 +103,18 @@ def run_command(args: argparse.Namespace) -> int:
         progress=note,
         **options,
     )
-    code = show(found, as_json=args.json)
-    if found.outcome.message and not args.json:
-        note(found.outcome.message)
+    code = show(result, as_json=args.json)
+    if result.outcome.message and not args.json:
+        note(result.outcome.message)
     return code
 
 
 def _check_call(args: argparse.Namespace) -> None:
-    """What would be ignored is refused: somebody meant something by it."""
+    """Raise UserError for options that would have no effect together, rather than ignore them."""
     if bool(args.job) == bool(args.read_record):
         what = "JOB and --read-record exclude each other" if args.job else "no job file is named"
         raise mistake(WHERE, what, fix="phalanx drill examples/drill.toml, or phalanx drill --read-record RECORD")
-    of_run = {
+    run_options = {
         "--fault": args.faults,
         "--chaos": args.chaos,
         "--minutes": args.minutes,
@@ -121,15 +122,20 @@ def _check_call(args: argparse.Namespace) -> None:
         "--out": args.out,
     }
     if args.read_record:
-        of_chaos = {"--rate": args.rate is not None, "--seed": args.seed is not None, "--no-shrink": args.no_shrink}
-        given = {**of_chaos, **of_run, "--suite": args.suite, "--set": args.overrides}
-        _refuse_options(given, "--read-record", why="--read-record runs nothing", fix="leave it out")
+        chaos_options = {
+            "--rate": args.rate is not None,
+            "--seed": args.seed is not None,
+            "--no-shrink": args.no_shrink,
+        }
+        options = {**chaos_options, **run_options, "--suite": args.suite, "--set": args.overrides}
+        _refuse_options(options, "--read-record", why="--read-record runs nothing", fix="leave it out")
     if args.suite is not None and args.suite not in SUITES:
         raise mistake(WHERE, f"--suite {args.suite[:60]} is unknown", fix=f"use one of {', '.join(SUITES)}")
-    if args.suite:  # the same for everybody, or its records could not be compared
+    # Its faults and times are fixed, so that drill records of different users can be compared.
+    if args.suite:
         _refuse_options(
             {
-                **of_run,
+                **run_options,
                 "--hosts": args.hosts != 1,
                 "--spares": args.spares,
                 "--peers": args.peers,
@@ -142,11 +148,11 @@ def _check_call(args: argparse.Namespace) -> None:
 
 
 def _check_outside(args: argparse.Namespace) -> None:
-    """The suite brings its own job and says itself what happens."""
+    """Raise UserError for options that the suite "outside" ignores: it has its own job, data and faults."""
     if args.suite != "outside":
         idle = "--only" if args.only else "--list"
         raise mistake(WHERE, f"{idle} without --suite outside", fix="phalanx drill --suite outside --list")
-    given = {
+    options = {
         "JOB": args.job,
         "--fault": args.faults,
         "--chaos": args.chaos,
@@ -164,7 +170,9 @@ def _check_outside(args: argparse.Namespace) -> None:
         "--ranks-per-gpu": args.ranks_per_gpu is not None,
     }
     why = "it damages files, and so has a job and data of its own"
-    _refuse_options(given, "--suite outside", why=why, fix="leave it out; --only, --list, --runs and --json go with it")
+    _refuse_options(
+        options, "--suite outside", why=why, fix="leave it out; --only, --list, --runs and --json go with it"
+    )
 
 
 def _refuse_options(given: dict[str, object], beside: str, *, why: str, fix: str) -> None:

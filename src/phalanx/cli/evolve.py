@@ -1,4 +1,4 @@
-"""`phalanx evolve`: quality-diversity search; each sub-command is a function below."""
+"""`phalanx evolve`: quality-diversity search for plans, pipeline schedules and kernels; a function per sub-command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.errors import mistake
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands of `phalanx evolve`."""
+    """Add the sub-commands of `phalanx evolve`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     about = "find the fastest plan for every device memory and every amount of traffic between hosts"
     _configure_plans(verbs.add_parser("plans", help=about, description=about))
@@ -27,7 +27,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_search(parser: argparse.ArgumentParser, *, evaluations: int) -> None:
-    """Options that all searches have."""
+    """Add the options that all searches have."""
     search = parser.add_argument_group("the search")
     search.add_argument(
         "--evaluations",
@@ -48,6 +48,7 @@ def _configure_search(parser: argparse.ArgumentParser, *, evaluations: int) -> N
 
 
 def _configure_plans(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve plans`."""
     parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml")
     parser.add_argument("--cluster", metavar="SPEC", help="another cluster than the job's, such as 8xH100:4")
     add_set(parser)
@@ -68,6 +69,7 @@ def _configure_plans(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_schedules(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve schedules`."""
     parser.add_argument(
         "job", metavar="JOB", nargs="?", help="a job whose plan has a pipeline; without one, see --stages"
     )
@@ -94,6 +96,7 @@ def _configure_schedules(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve kernels`."""
     parser.add_argument("op", metavar="OP", nargs="?", default="rms-norm", help="the operation (default: rms-norm)")
     parser.add_argument("--device", metavar="D", default="auto", help="cuda, cpu or auto (default)")
     parser.add_argument("--tokens", metavar="T", type=int, default=0, help="rows of the input")
@@ -103,7 +106,7 @@ def _configure_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Search, or export, and print what there is."""
+    """Run the search and print its archive's best entries, or export an archive."""
     if args.what == "export":
         return show(phalanx.evolve.export(args.archive, args.out), as_json=args.json)
     shared = {
@@ -115,7 +118,7 @@ def run_command(args: argparse.Namespace) -> int:
         "progress": note,
     }
     if args.what == "plans":
-        found = phalanx.evolve.plans(
+        plans = phalanx.evolve.plans(
             args.job,
             args.cluster,
             memory_gb=_numbers("--memory", args.memory),
@@ -124,9 +127,9 @@ def run_command(args: argparse.Namespace) -> int:
             overrides=args.overrides,
             **shared,
         )
-        return show(found, as_json=args.json)
+        return show(plans, as_json=args.json)
     if args.what == "schedules":
-        made = phalanx.evolve.schedules(
+        schedules = phalanx.evolve.schedules(
             args.job,
             args.cluster,
             stages=args.stages,
@@ -140,9 +143,9 @@ def run_command(args: argparse.Namespace) -> int:
             **shared,
         )
         if args.out:
-            made.write(args.out)
-            note(f"wrote {args.out}: its [parallel] section is for a job of {made.micro_batches} micro-batches")
-        return show(made, as_json=args.json)
+            schedules.write(args.out)
+            note(f"wrote {args.out}: its [parallel] section is for a job of {schedules.micro_batches} micro-batches")
+        return show(schedules, as_json=args.json)
     kernel = phalanx.evolve.kernels(args.op, device=args.device, tokens=args.tokens, width=args.width, **shared)
     if args.out:
         kernel.write(args.out)
@@ -152,6 +155,6 @@ def run_command(args: argparse.Namespace) -> int:
 
 def _numbers(option: str, text: str) -> list[float]:
     try:
-        return [float(one) for one in text.split(",") if one.strip()]
+        return [float(number) for number in text.split(",") if number.strip()]
     except ValueError as error:
         raise mistake(option, f'"{text[:60]}" is not a list of numbers', fix=f"such as {option} 1,2,4") from error

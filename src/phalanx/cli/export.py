@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx export`."""
+    """Add the options of `phalanx export`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
     parser.add_argument("out", metavar="OUT", help="the folder to write: safetensors, config.json, tokenizer.json")
     parser.add_argument("--step", metavar="N", type=int, help="use the checkpoint of this step instead of the newest")
@@ -21,8 +21,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Export one checkpoint."""
-    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, progress=note)
+    """Export one checkpoint as a Hugging Face folder."""
+    exported = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, progress=note)
     if not args.json:
-        note(f"exported step {made.step:,} of {args.run}")
-    return show(made, as_json=args.json)
+        note(f"exported step {exported.step:,} of {args.run}")
+    return show(exported, as_json=args.json)

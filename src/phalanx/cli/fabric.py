@@ -1,4 +1,4 @@
-"""`phalanx fabric`: which fabric joins N GPUs, what it costs and loses, and how traffic fares on it."""
+"""`phalanx fabric`: design the network of N GPUs, its cost and failures, and simulate traffic on it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands of `phalanx fabric`."""
+    """Add the sub-commands of `phalanx fabric`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _configure_design(verbs.add_parser("design", help="list the fabrics that connect N GPUs, and recommend one"))
     _configure_decisions(
         verbs.add_parser("decisions", help="quantify three design decisions: planes, paths and recovery")
     )
-    one = verbs.add_parser("show", help="describe one fabric: parts, weak points, failures per day")
-    one.add_argument("fabric", metavar="FABRIC", nargs="?", help=FABRIC_HELP)
-    add_json(one)
+    show_parser = verbs.add_parser("show", help="describe one fabric: parts, weak points, failures per day")
+    show_parser.add_argument("fabric", metavar="FABRIC", nargs="?", help=FABRIC_HELP)
+    add_json(show_parser)
     _configure_simulate(
         verbs.add_parser(
             "simulate", help="simulate traffic on a healthy or damaged fabric, and compare ways to recover"
         )
     )
-    export = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files for htsim")
-    export.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
-    export.add_argument("--topo", metavar="FILE.topo", help="write the fabric")
-    export.add_argument("--cm", metavar="FILE.cm", help="write the traffic")
-    _add_traffic(export)
-    add_json(export)
+    export_parser = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files for htsim")
+    export_parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
+    export_parser.add_argument("--topo", metavar="FILE.topo", help="write the fabric")
+    export_parser.add_argument("--cm", metavar="FILE.cm", help="write the traffic")
+    _add_traffic(export_parser)
+    add_json(export_parser)
     _configure_collective(
         verbs.add_parser(
             "collective", help="show which algorithm and protocol NCCL picks for a collective, and its time"
@@ -51,13 +51,15 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Design, decide, show, simulate, export or time a collective."""
-    own = {"design": _run_design, "decisions": _run_decisions, "show": _run_show}
-    return {**own, "simulate": _run_simulate, "export": _run_export, "collective": _run_collective}[args.what](args)
+    """Run the sub-command: design, decisions, show, simulate, export or collective."""
+    static_commands = {"design": _run_design, "decisions": _run_decisions, "show": _run_show}
+    return {**static_commands, "simulate": _run_simulate, "export": _run_export, "collective": _run_collective}[
+        args.what
+    ](args)
 
 
 def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCatalogue, *, as_json: bool) -> int:
-    """Print, with lines folded to the terminal."""
+    """Print the result, its lines folded to the terminal's width; return its exit code."""
     if as_json:
         print_json(found.to_dict())
     else:
@@ -69,6 +71,7 @@ def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCat
 
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric design`."""
     parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each, e.g. 131072 or 64k")
     parser.add_argument(
         "--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s, e.g. 400 (default: the job's, or 800)"
@@ -123,20 +126,21 @@ def _configure_design(parser: argparse.ArgumentParser) -> None:
 def _run_design(args: argparse.Namespace) -> int:
     names = ("gpus", "nic_gbps", "switch", "tiers", "planes", "oversubscription", "rails", "catalogue", "job")
     money = ("cluster", "overrides", "gpu_hour_usd", "kwh_usd", "years", "recovery_s", "top")
-    found = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, progress=note)
+    designs = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, progress=note)
     if args.csv:
-        found.write_csv(args.csv)
-        note(f"wrote {args.csv}: {plural(len(found.designs), 'design')}")
+        designs.write_csv(args.csv)
+        note(f"wrote {args.csv}: {plural(len(designs.designs), 'design')}")
     if args.save:
-        found.save(args.save)
-        note(f"wrote {args.save}: {found.pick.name}")
-    return _show_folded(found, as_json=args.json)
+        designs.save(args.save)
+        note(f"wrote {args.save}: {designs.pick.name}")
+    return _show_folded(designs, as_json=args.json)
 
 
 # ---- decisions, show -------------------------------------------------------------------------------------------------
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric decisions`."""
     parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each")
     parser.add_argument(
         "--fabric", metavar="F", help="use this fabric instead: a short form, a .toml or .topo file, or a name"
@@ -166,13 +170,13 @@ def _run_decisions(args: argparse.Namespace) -> int:
         fix = "use a name such as decisions.svg"
         raise mistake("phalanx fabric decisions", what, why="the picture is an SVG", fix=fix)
     names = ("gpus", "fabric", "nic_gbps", "switch", "planes", "paths", "recovery_s", "restart_s")
-    found = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, progress=note)
+    decisions = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, progress=note)
     if args.picture:
         from phalanx.io.files import write_text
 
-        write_text(Path(args.picture), found.picture(), fix="name another --picture")
+        write_text(Path(args.picture), decisions.picture(), fix="name another --picture")
         note(f"wrote {args.picture}")
-    return _show_folded(found, as_json=args.json)
+    return _show_folded(decisions, as_json=args.json)
 
 
 def _run_show(args: argparse.Namespace) -> int:
@@ -185,7 +189,7 @@ def _run_show(args: argparse.Namespace) -> int:
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    """Options that name the traffic."""
+    """Add the options that name the traffic."""
     parser.add_argument(
         "--traffic",
         metavar="NAME",
@@ -196,6 +200,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric simulate`."""
     parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
     parser.add_argument(
         "--engine",
@@ -283,6 +288,7 @@ def _run_export(args: argparse.Namespace) -> int:
 
 
 def _configure_collective(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric collective`."""
     parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
     parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} (default: {KINDS[0]})")
     parser.add_argument(
@@ -303,7 +309,7 @@ def _configure_collective(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_collective(args: argparse.Namespace) -> int:
-    found = phalanx.fabric.collective(
+    times = phalanx.fabric.collective(
         args.cluster,
         args.kind,
         args.bytes,
@@ -313,4 +319,4 @@ def _run_collective(args: argparse.Namespace) -> int:
         sharp=args.sharp,
         fit=args.fit,
     )
-    return show(found, as_json=args.json)
+    return show(times, as_json=args.json)

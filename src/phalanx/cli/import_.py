@@ -1,4 +1,7 @@
-"""`phalanx import`: another trainer's configuration as a job file, with nothing dropped silently."""
+"""`phalanx import`: convert another trainer's configuration to a job file.
+
+Every setting that is not mapped is listed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ MOST_LISTED = 12
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx import`."""
+    """Add the options of `phalanx import`."""
     parser.add_argument("file", metavar="FILE", help="a configuration file of torchtitan, Megatron-LM, DeepSpeed, …")
     parser.add_argument(
         "--from",
@@ -37,8 +40,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Translate, write, and say what could not be translated."""
-    made = phalanx.import_job(
+    """Convert the configuration, write the job file, and print on stderr which settings were not mapped."""
+    imported = phalanx.import_job(
         args.file,
         trainer=args.trainer,
         cluster=args.cluster,
@@ -46,23 +49,24 @@ def run_command(args: argparse.Namespace) -> int:
         force=args.force,
         overrides=args.overrides,
     )
-    code = show(made, as_json=args.json)
-    _note_unmapped(made)
+    code = show(imported, as_json=args.json)
+    _note_unmapped(imported)
     return code
 
 
 def _note_unmapped(made: ImportedJob) -> None:
-    found = made.converted
-    total = len(found.mapped) + len(found.irrelevant) + len(found.unmapped)
+    """Print on stderr how many settings were mapped, those that were not, and what is missing."""
+    converted = made.converted
+    total = len(converted.mapped) + len(converted.irrelevant) + len(converted.unmapped)
     note(
-        f"{found.trainer}: {plural(total, 'setting')}, {len(found.mapped)} mapped, "
-        f"{len(found.irrelevant)} outside the specification, {len(found.unmapped)} not mapped"
+        f"{converted.trainer}: {plural(total, 'setting')}, {len(converted.mapped)} mapped, "
+        f"{len(converted.irrelevant)} outside the specification, {len(converted.unmapped)} not mapped"
     )
-    for one in found.unmapped[:MOST_LISTED]:
-        note(f"  not mapped: {printable(one.key)} = {printable(one.value)}: {printable(one.why)}")
-    if len(found.unmapped) > MOST_LISTED:
-        note(f"  … and {len(found.unmapped) - MOST_LISTED} more, listed at the end of the job file")
-    for problem in found.missing:
+    for setting in converted.unmapped[:MOST_LISTED]:
+        note(f"  not mapped: {printable(setting.key)} = {printable(setting.value)}: {printable(setting.why)}")
+    if len(converted.unmapped) > MOST_LISTED:
+        note(f"  … and {len(converted.unmapped) - MOST_LISTED} more, listed at the end of the job file")
+    for problem in converted.missing:
         note(f"missing: {printable(problem.what)}; {problem.fix}")
-    if made.path is not None and not found.missing and sys.stderr.isatty():
+    if made.path is not None and not converted.missing and sys.stderr.isatty():
         note(f"next: phalanx check {made.path}")

@@ -1,4 +1,4 @@
-"""`phalanx init`: write a job file that works as it stands."""
+"""`phalanx init`: write a job file that can be trained without further edits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCAL = "local"
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx init`."""
+    """Add the options of `phalanx init`."""
     parser.add_argument("path", metavar="PATH", nargs="?", default="job.toml", help="file to write (default: job.toml)")
     parser.add_argument("--model", metavar="PRESET", default=TINY, help=f"a model preset (default: {TINY})")
     parser.add_argument(
@@ -24,9 +24,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Write the file and say what to do next."""
-    made = phalanx.init(args.path, model=args.model, cluster=args.cluster, force=args.force)
-    code = show(made, as_json=args.json)
-    for number, line in enumerate(made.next_steps):
+    """Write the file and print the next steps."""
+    template = phalanx.init(args.path, model=args.model, cluster=args.cluster, force=args.force)
+    code = show(template, as_json=args.json)
+    for number, line in enumerate(template.next_steps):
         note(f"{'next: ' if not number else '      '}{line}")
     return code

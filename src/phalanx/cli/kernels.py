@@ -1,4 +1,7 @@
-"""`phalanx kernels`: list, measure, start and verify kernels, and score who writes them."""
+"""`phalanx kernels`: list, measure and verify GPU kernels.
+
+Further sub-commands write a template of a kernel and measure how well a language model writes kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from phalanx.cli.parser import OnOff, add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands of `phalanx kernels`."""
+    """Add the sub-commands of `phalanx kernels`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     line = "list operations, their variants, where they run and their error bounds"
     add_json(verbs.add_parser("list", help=line, description=line))
@@ -25,6 +28,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels bench` and its options."""
     line = "measure an operation's variants against eager PyTorch, torch.compile and the speed of light"
     parser = verbs.add_parser("bench", help=line, description=line)
     parser.add_argument("op", metavar="OP", help="an operation of phalanx kernels list")
@@ -43,6 +47,7 @@ def _configure_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _configure_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels verify` and its options."""
     line = "judge a kernel's file by its values, gradients and time, in a process of its own"
     parser = verbs.add_parser("verify", help=line, description=line)
     parser.add_argument("file", metavar="FILE", help='a Python file with OP = "…" and def kernel(*inputs)')
@@ -59,6 +64,7 @@ def _configure_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _configure_skill_eval(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels skill-eval` and its options."""
     line = "measure how many kernels of a language model pass the guard, with our skill and without"
     parser = verbs.add_parser("skill-eval", help=line, description=line)
     parser.add_argument("--proposer", metavar="CMD", help="a command: prompt on its stdin, answer on its stdout")
@@ -87,7 +93,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run the sub-command."""
+    """Run the sub-command and print its result."""
     if args.what == "list":
         return show(phalanx.kernels.operations(), as_json=args.json)
     if args.what == "new":
@@ -95,7 +101,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.what == "bench":
         return _run_bench(args)
     if args.what == "verify":
-        found = phalanx.kernels.verify(
+        verdict = phalanx.kernels.verify(
             args.file,
             op=args.op,
             device=args.device,
@@ -105,7 +111,7 @@ def run_command(args: argparse.Namespace) -> int:
             time_limit_s=args.time_limit,
             allow_code=args.allow_code,
         )
-        return show(found, as_json=args.json)
+        return show(verdict, as_json=args.json)
     lift = phalanx.kernels.skill_eval(
         proposer=args.proposer,
         endpoint=args.endpoint,
@@ -123,9 +129,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    found = phalanx.kernels.bench(
+    measurements = phalanx.kernels.bench(
         args.op, shapes=args.shape, dtype=args.dtype, device=args.device, compiled=args.compile, progress=note
     )
     if args.out:
-        note(f"wrote {', '.join(found.write(args.out))} to {args.out}")
-    return show(found, as_json=args.json)
+        note(f"wrote {', '.join(measurements.write(args.out))} to {args.out}")
+    return show(measurements, as_json=args.json)

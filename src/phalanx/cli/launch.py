@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json, add_set
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx launch`."""
+    """Add the options of `phalanx launch`."""
     parser.add_argument(
         "jobs", metavar="JOB", nargs="+", help="job files; several are submitted together, or not at all"
     )
@@ -64,7 +64,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Check, submit, print the ids."""
+    """Check the jobs, launch them and print their ids."""
     names = (
         *("on", "queue", "flavour", "hosts", "spares", "group", "time_s", "cluster", "steps", "runs", "name"),
         *("overrides", "again", "allow_code", "share_hosts", "dry_run", "submit", "out", "wait"),

@@ -1,4 +1,4 @@
-"""`phalanx logs ID`: what a launched job wrote."""
+"""`phalanx logs ID`: print the log of a launched job, or of one of its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx logs`."""
+    """Add the options of `phalanx logs`."""
     parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
     parser.add_argument("--rank", metavar="N", type=int, help="show the log of rank N (default: the log of the launch)")
     parser.add_argument(
@@ -20,5 +20,5 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Print the end of the logs."""
+    """Print the last lines of the log."""
     return show(phalanx.logs(args.id, rank=args.rank, lines=args.lines), as_json=args.json)

@@ -1,4 +1,4 @@
-"""The `phalanx` command: finds the verb, imports only that verb's module, and turns errors into exit codes."""
+"""The `phalanx` command: finds the verb, imports that verb's module only, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ VERB_GROUPS = {
     "network and simulation": "fabric sim",
 }
 
-# Five ways of testing something, told apart in the help of each (docs/glossary.md): command, and what it tests.
+# Verbs that test something are easily confused (docs/glossary.md), so the help of each names the rest: command, and
+# what it tests.
 TESTS = {
     "check": ("check", "rules of the training specification"),
     "verify": ("verify", "numbers a layout computes"),
@@ -126,13 +127,17 @@ exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure, 1
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 TERMINATED = 143  # 128 + SIGTERM
-PIPE_CLOSED = 141  # 128 + SIGPIPE: whoever read our output had enough
+PIPE_CLOSED = 141  # 128 + SIGPIPE: the reader of our output closed the pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the return value is the exit code of the process."""
+    """Run one verb and return the exit code of the process.
+
+    `argv` defaults to the words of the command line; only then are signal handlers installed.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if _asks_help(arguments):  # a table is printed: there is nothing to unwind, and `signal` takes a third of the time
+    # Help prints a table: there is nothing to unwind, and importing `signal` would take a third of its time.
+    if _asks_help(arguments):
         return _run_verb(None, arguments)
     try:
         from phalanx.cli.signals import CommandSignals, Terminated, die_of_sigterm
@@ -141,11 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
-        if argv is None:  # we are the program, and stay it until the interpreter is gone
+        # This is the process's own command, not a call from a test or another program.
+        if argv is None:
             stop.listen()
         if argv is None and arguments[0] in ("plan", "check", "report"):
-            # Short programs that keep nearly all they make: looking for cycles, in between and once more at their end,
-            # took 15 % of a plan, and 8 % of the report of 131,072 ranks.
+            # These are short and keep nearly all objects they make: garbage collection, in between and once more at
+            # exit, took 15 % of the time of a plan, and 8 % of that of the report of 131,072 ranks.
             import gc
 
             gc.disable()
@@ -166,7 +172,7 @@ def _asks_help(arguments: list[str]) -> bool:
 
 
 def _run_verb(stop: CommandSignals | None, arguments: list[str]) -> int:
-    """The exit code of the verb, however it ends but by SIGTERM."""
+    """Run the verb and return its exit code, also after errors and Ctrl-C; only SIGTERM passes through."""
     try:
         code = _dispatch_verb(arguments)
         sys.stdout.flush()
@@ -178,8 +184,8 @@ def _run_verb(stop: CommandSignals | None, arguments: list[str]) -> int:
         _drop_output()
         return PIPE_CLOSED
     except Exception as error:
-        # A library may turn Ctrl-C into an error of its own, as an import in C does, and ranks that the terminal
-        # stopped too are ranks that failed.
+        # A library may turn Ctrl-C into its own error, as an import in C does; and the terminal sends Ctrl-C to the
+        # ranks too, whose end is then reported as a failure.
         if stop is not None and stop.received:
             print(f"stopped by Ctrl-C ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
@@ -187,11 +193,12 @@ def _run_verb(stop: CommandSignals | None, arguments: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Python flushes stdout once more at exit and would print a traceback."""
+    """Point stdout to /dev/null: Python flushes stdout once more at exit and would print a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report_failure(error: Exception) -> int:
+    """Print the error on stderr and return the exit code: the user's mistake, the system's failure, or a bug."""
     from phalanx.errors import PhalanxError
 
     if isinstance(error, PhalanxError):
@@ -215,7 +222,7 @@ def _report_failure(error: Exception) -> int:
 
 
 def _stdout_place() -> str:
-    """The file that stdout is redirected to, or "standard output" for a pipe or terminal."""
+    """Return the file that stdout is redirected to, or "standard output" for a pipe or terminal."""
     try:
         place = os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}")
     except (OSError, ValueError):
@@ -224,6 +231,7 @@ def _stdout_place() -> str:
 
 
 def _dispatch_verb(arguments: list[str]) -> int:
+    """Import the verb's module, parse its options and run it; return its exit code."""
     if _asks_help(arguments):
         print(usage(), end="")
         return 0
@@ -250,20 +258,20 @@ def _dispatch_verb(arguments: list[str]) -> int:
 
 
 def _see_also(verb: str) -> str | None:
-    others = (f"phalanx {command} ({what})" for name, (command, what) in TESTS.items() if name != verb)
-    return f"see also: {', '.join(others)}" if verb in TESTS else None
+    commands = (f"phalanx {command} ({subject})" for name, (command, subject) in TESTS.items() if name != verb)
+    return f"see also: {', '.join(commands)}" if verb in TESTS else None
 
 
 def usage() -> str:
-    """The top-level help, from the table alone."""
-    parts = []
+    """Return the top-level help, made from the table of verbs alone."""
+    groups = []
     for title, names in VERB_GROUPS.items():
         lines = [f"  {verb:<11} {VERBS[verb][2]}" for verb in names.split()]
-        parts.append("\n".join([f"{title}:", *lines]))
+        groups.append("\n".join([f"{title}:", *lines]))
     return (
         "usage: phalanx VERB [options]     phalanx VERB --help     phalanx --version\n\n"
         "Plan and run transformer training from one job file, on a laptop or on 100,000 GPUs.\n\n"
-        + "\n\n".join(parts)
+        + "\n\n".join(groups)
         + f"\n\n{EPILOG}"
     )
 

@@ -13,7 +13,7 @@ INTERVAL_S = 15.0
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx metrics`."""
+    """Add the options of `phalanx metrics`."""
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run folder")
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve /metrics for Prometheus, e.g. on 127.0.0.1:9400")
     parser.add_argument("--token", metavar="FILE", help="require the token in this file; auto creates and prints one")
@@ -34,7 +34,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Print, serve, push or write the numbers."""
+    """Print, serve, push or write the metrics of a run."""
     if args.grafana:
         print(phalanx.grafana(), end="")
         return 0
@@ -51,5 +51,5 @@ def run_command(args: argparse.Namespace) -> int:
 
     targets = ("listen", "token", "otlp", "tensorboard", "mlflow", "wandb")
     options = {name: getattr(args, name) for name in (*targets, "follow", "every", "interval", "ranks")}
-    found = phalanx.metrics(args.run, serving=serving, progress=note, **options)
-    return show(found, as_json=args.json) if args.listen is None else 0
+    metrics = phalanx.metrics(args.run, serving=serving, progress=note, **options)
+    return show(metrics, as_json=args.json) if args.listen is None else 0

@@ -1,4 +1,4 @@
-"""Results on stdout, everything else on stderr."""
+"""Printing of results, notes and warnings: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def show(result: PublicResult, *, as_json: bool) -> int:
-    """Print what a public function returned; the exit code that it stands for."""
+    """Print the result of a public function and return its exit code."""
     if as_json:
         print_json(result.to_dict())
     else:
@@ -25,19 +25,23 @@ def show(result: PublicResult, *, as_json: bool) -> int:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout; dataclasses become objects, infinities and NaN become null."""
+    """Print one JSON document on stdout; dataclasses become objects, infinities and NaN become null."""
     from phalanx.io.codec import json_text
 
     print(visible_json(json_text(value, indent=2)))
 
 
 def say(text: object, *, end: str = "\n", flush: bool = False) -> None:
-    """A result on stdout. Names in it may be a stranger's: control characters are spelt out."""
+    """Print a result on stdout. Control characters are escaped, since names in it may come from untrusted files."""
     print(visible(str(text)), end=end, flush=flush)
 
 
 def say_page(page: str, *, is_heading: str) -> None:
-    """A page as it is; on a terminal lines that begin like headings stand out (`#`, or a letter for "A")."""
+    """Print a page on stdout; on a terminal its headings are bold.
+
+    `is_heading` is "#" where headings begin with `#`, or "A" where they are the first two lines and those not
+    indented.
+    """
     if not on_colour_terminal():
         say(page)
         return
@@ -51,15 +55,15 @@ def say_page(page: str, *, is_heading: str) -> None:
 
 
 def on_colour_terminal() -> bool:
-    """Whether a person reads stdout, and wants colours."""
+    """Return True if stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def page_width() -> int | None:
-    """Columns of the terminal, or what COLUMNS says; None where the result goes to a file or a pipe."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdecimal() and len(said) < 6 and int(said) > 0:
-        return int(said)
+    """Return the width from COLUMNS, else of the terminal; None where the result goes to a file or a pipe."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and len(columns) < 6 and int(columns) > 0:
+        return int(columns)
     if not sys.stdout.isatty():
         return None
     import shutil
@@ -68,11 +72,11 @@ def page_width() -> int | None:
 
 
 def note(text: str) -> None:
-    """A line of progress or advice for a person, on stderr."""
+    """Print a line of progress or advice on stderr."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def warn(problems: Iterable[Problem]) -> None:
-    """Warnings on stderr; they never change the exit code."""
+    """Print warnings on stderr; they never change the exit code."""
     for problem in problems:
         note(f"warning: {problem.render()}")

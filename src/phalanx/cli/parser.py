@@ -1,4 +1,4 @@
-"""The parser of every verb: argparse that complains like the rest of Phalanx, and the options that verbs share."""
+"""The parser of every verb: argparse with Phalanx's error messages, and the options that several verbs share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from phalanx.io.limits import MAX_OPTION
 from phalanx.io.visible import one_line
 
 MAX_OPTION_CHARACTERS = 100  # of a whole number, digits and underscores
-# An option that stands for a setting of the job: both given, one of them would be ignored without a word.
+# Options that set a key of the job: with --set of the same key, one of the two would be ignored silently.
 STANDS_FOR = {"cluster": ("cluster.spec", "cluster.file"), "steps": ("data.tokens",)}
 
 
 class StoreOnce(argparse._StoreAction):
-    """An option with one value, given at most once; argparse would take the last and say nothing."""
+    """An option with one value, given at most once; argparse would silently take the last."""
 
     def __call__(
         self,
@@ -26,14 +26,14 @@ class StoreOnce(argparse._StoreAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Called by argparse for each occurrence; positional arguments come once by themselves."""
+        """Store the value; called by argparse for each occurrence. Positional arguments occur once anyway."""
         if option_string is not None:
             _note_value(parser, self, option_string, values)
         super().__call__(parser, namespace, values, option_string)
 
 
 class OnOff(argparse.BooleanOptionalAction):
-    """--name and --no-name, of which one is given."""
+    """A pair of options --name and --no-name, of which at most one may be given."""
 
     def __call__(
         self,
@@ -48,18 +48,18 @@ class OnOff(argparse.BooleanOptionalAction):
 
 
 class VerbAction(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """Verbs of a verb: what the list of them says of one is also the first sentence of its own help."""
+    """Sub-commands whose `help` in the list is also the description of their own help page."""
 
     def add_parser(self, name: str, **settings: Any) -> Any:
-        """As argparse does; a verb without `help` is not listed, and has no such sentence."""
+        """Add a sub-command as argparse does; without `help` it is not listed and has no description."""
         return super().add_parser(name, **{"description": settings.get("help"), **settings})
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError instead of printing usage and exiting.
+    """An argument parser that raises UserError instead of printing usage and exiting.
 
-    Options cannot be abbreviated. One with a single value is refused the second time; `action="append"` (--set, lists)
-    may be repeated.
+    Options cannot be abbreviated. An option with a single value is refused the second time; options with
+    `action="append"` (--set, lists) may be repeated.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -67,23 +67,23 @@ class Parser(argparse.ArgumentParser):
         self.register("action", None, StoreOnce)
         self.register("action", "store", StoreOnce)
         self.register("type", int, read_whole)  # every option with `type=int`
-        self.given: dict[str, str] = {}  # destination -> how it was given, in the call that is being parsed
+        self.given: dict[str, str] = {}  # destination -> the words that set it, of the call being parsed
 
     def add_subparsers(self, **settings: Any) -> Any:
-        """Verbs that describe themselves."""
+        """Add sub-commands whose `help` is also their description (see VerbAction)."""
         return super().add_subparsers(**{"action": VerbAction, **settings})
 
-    def parse_known_args(  # type: ignore[override]  # overloads of the parent, of which none is ours
+    def parse_known_args(  # type: ignore[override]  # the parent has overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse one call; parsers of sub-verbs come through here too."""
+        """Parse one call; parsers of sub-commands are called here too."""
         self.given = {}
-        found, rest = super().parse_known_args(args, namespace)
-        self._refuse_hidden(found)
-        return found, rest
+        parsed, extra = super().parse_known_args(args, namespace)
+        self._refuse_hidden(parsed)
+        return parsed, extra
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake in the call."""
+        """Raise UserError; called by argparse for every mistake in the call."""
         raise mistake(self.prog, message, fix=f"{self._nearest_hint(message)}{self.prog} --help lists the options")
 
     def _nearest_hint(self, message: str) -> str:
@@ -94,17 +94,17 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {close}? " if close else ""
 
     def _refuse_hidden(self, found: argparse.Namespace) -> None:
-        """A key that --set gives twice, or beside the option that stands for it."""
-        given: dict[str, str] = {}
+        """Raise UserError for a key set twice by --set, or by --set and by the option that sets the same key."""
+        settings: dict[str, str] = {}
         for text in getattr(found, "overrides", None) or ():
             key = text.partition("=")[0].strip()
-            if key in given and given[key] != text:
-                raise self._given_twice(f"--set {given[key]}", f"--set {text}")
-            given[key] = text
+            if key in settings and settings[key] != text:
+                raise self._given_twice(f"--set {settings[key]}", f"--set {text}")
+            settings[key] = text
         for option, keys in STANDS_FOR.items():
             for key in keys:
-                if key in given and option in self.given:
-                    raise self._given_twice(self.given[option], f"--set {given[key]}")
+                if key in settings and option in self.given:
+                    raise self._given_twice(self.given[option], f"--set {settings[key]}")
 
     def _given_twice(self, first: str, second: str) -> UserError:
         return mistake(
@@ -116,7 +116,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_whole(text: str) -> int:
-    """A whole number that fits into 64 bits: no option means a larger one, and arithmetic on it may not end."""
+    """Convert an option's text to an integer of at most 64 bits; raise ArgumentTypeError otherwise.
+
+    No option needs a larger one, and arithmetic on a huge integer may never end.
+    """
     try:
         value = int(text) if len(text) <= MAX_OPTION_CHARACTERS else None
     except ValueError as error:
@@ -127,6 +130,7 @@ def read_whole(text: str) -> int:
 
 
 def _note_value(parser: argparse.ArgumentParser, action: argparse.Action, option: str, values: Any) -> None:
+    """Record that the option was given; raise UserError if its destination was set before."""
     words = [str(value) for value in values] if isinstance(values, list) else [] if values is None else [str(values)]
     text = " ".join([option, *words])
     if isinstance(parser, Parser):
@@ -143,13 +147,13 @@ def _short_text(text: str) -> str:
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """JOB and --set, for verbs that read a job file."""
+    """Add JOB and --set, for verbs that read a job file."""
     parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml")
     add_set(parser)
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """--set, which may be given several times."""
+    """Add --set, which may be repeated."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -161,19 +165,19 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json, for every verb that has a result."""
+    """Add --json, for every verb that has a result."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def add_no_probe(parser: argparse.ArgumentParser) -> None:
-    """--no-probe, for verbs that plan for this machine."""
+    """Add --no-probe, for verbs that plan for this machine."""
     parser.add_argument(
         "--no-probe", action="store_true", help="do not measure this machine's cores before the first local plan"
     )
 
 
 def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
-    """--ranks-per-gpu, for verbs that start ranks."""
+    """Add --ranks-per-gpu, for verbs that start ranks."""
     parser.add_argument(
         "--ranks-per-gpu",
         metavar="N",
@@ -184,7 +188,7 @@ def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """--hosts and --spares, for verbs that start agents; --agents is what --hosts was called until 0.7."""
+    """Add --hosts and --spares, for verbs that start agents; --agents is the name of --hosts until 0.7."""
     parser.add_argument(
         "--hosts",
         metavar="N",
@@ -203,7 +207,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 class FormerName(StoreOnce):
-    """An option under a name it once had: it works, with a note on stderr."""
+    """An option under a former name: it works, and prints the new name on stderr."""
 
     def __call__(
         self,

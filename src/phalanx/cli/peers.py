@@ -1,4 +1,8 @@
-"""`phalanx peers`: start a run that others join over slow links, invite, join, list, revoke, go on alone."""
+"""`phalanx peers`: train with peers over slow links.
+
+The owner starts a run and writes invitations; peers join with them. Further sub-commands list and revoke members, or
+let the remaining peers continue without a majority.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx peers`."""
+    """Add the options of `phalanx peers`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     start = verbs.add_parser("start", help="start a run that others can join, as its owner; Ctrl-C saves and leaves")
     start.add_argument("job", metavar="JOB", nargs="?", help="the job file, with [sync]")
@@ -40,12 +44,14 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         help="where the new peer connects to (default: where members listen); may be repeated",
     )
     add_json(invite)
-    listed = verbs.add_parser("list", help="list the members of a peer's group")
-    listed.add_argument("run", metavar="RUN", help="the run folder of a peer")
-    add_json(listed)
-    alone = verbs.add_parser("go-on-alone", help="go on without the peers that are lost, although no majority is left")
-    alone.add_argument("run", metavar="RUN", help="the run folder of a running peer")
-    add_json(alone)
+    members = verbs.add_parser("list", help="list the members of a peer's group")
+    members.add_argument("run", metavar="RUN", help="the run folder of a peer")
+    add_json(members)
+    go_on_alone = verbs.add_parser(
+        "go-on-alone", help="go on without the peers that are lost, although no majority is left"
+    )
+    go_on_alone.add_argument("run", metavar="RUN", help="the run folder of a running peer")
+    add_json(go_on_alone)
     revoke = verbs.add_parser("revoke", help="send a peer away for good")
     revoke.add_argument("run", metavar="RUN", help="the run folder of the owner")
     revoke.add_argument("name", metavar="NAME", help="name or id of the peer")
@@ -53,6 +59,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_link(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `phalanx peers start` and `join` share."""
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
@@ -74,10 +81,10 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Start, join, invite, list, revoke, or go on without the lost."""
+    """Start or join a run, write an invitation, list or revoke members, or continue without the lost peers."""
     if args.what == "invite":
-        made = phalanx.peers.invite(args.run, args.name, out=args.out, addresses=args.address)
-        return show(made, as_json=args.json)
+        invitation = phalanx.peers.invite(args.run, args.name, out=args.out, addresses=args.address)
+        return show(invitation, as_json=args.json)
     if args.what == "list":
         return show(phalanx.peers.members(args.run), as_json=args.json)
     if args.what == "go-on-alone":

@@ -1,4 +1,4 @@
-"""`phalanx plan`: the best layout of a job on a cluster, its reasons and its cost."""
+"""`phalanx plan`: find the best layout of a job on a cluster, with its reasons and its cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.io.files import write_text
 from phalanx.io.limits import MAX_SHOWN_ROWS
 from phalanx.units import number_text, plural
 
-MOST_COMPARED = 8  # side by side on a page
+MOST_COMPARED = 8  # columns that fit side by side on a page
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx plan`."""
+    """Add the options of `phalanx plan`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="plan for this cluster instead of the job's, e.g. 8xH100:16")
@@ -34,7 +34,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Plan one job, or compare several."""
+    """Plan one job and print the plan, or plan several jobs and print them side by side."""
     jobs = [*([args.job] if args.job else []), *args.compare]
     if not jobs:
         raise mistake("phalanx plan", "no job file is named", fix="phalanx plan job.toml; phalanx init writes one")
@@ -45,7 +45,8 @@ def run_command(args: argparse.Namespace) -> int:
         raise mistake("phalanx plan", what, fix="use 100; --json prints every layout of the front")
     if args.compare and args.out:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
-    if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:  # before anything is planned
+    # Checked before anything is planned.
+    if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:
         what = f"{plural(len(jobs), 'job file')} named"
         raise mistake("phalanx plan --compare", what, fix=f"name 2 to {MOST_COMPARED}, e.g. --compare a.toml b.toml")
     plans = [
@@ -62,8 +63,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.compare:
         code = show(phalanx.compare_plans(plans, jobs), as_json=args.json)
         if not args.json:
-            for job, one in zip(jobs, plans, strict=True):
-                warn(Problem(where=job, what=line) for line in one.warnings)
+            for job, plan in zip(jobs, plans, strict=True):
+                warn(Problem(where=job, what=line) for line in plan.warnings)
         return code
     if args.out:
         write_text(Path(args.out), plans[0].to_json(), fix="name another --out")

@@ -11,7 +11,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx probe`."""
+    """Add the options of `phalanx probe`."""
     add_json(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the profile")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time limit (default: 30)")
@@ -25,7 +25,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Measure, store, print."""
-    found = phalanx.probe(out=args.out, seconds=args.seconds, disk=args.disk, engine=args.engine, progress=note)
-    note(f"profile stored in {found.path}; {found.note}")
-    return show(found, as_json=args.json)
+    """Measure this machine, store the profile and print it."""
+    profile = phalanx.probe(out=args.out, seconds=args.seconds, disk=args.disk, engine=args.engine, progress=note)
+    note(f"profile stored in {profile.path}; {profile.note}")
+    return show(profile, as_json=args.json)

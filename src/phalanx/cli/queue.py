@@ -1,4 +1,4 @@
-"""`phalanx queue`: launched jobs and their states."""
+"""`phalanx queue`: list launched jobs and their states."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx queue`."""
+    """Add the options of `phalanx queue`."""
     parser.add_argument("--group", metavar="NAME", default="", help="only jobs that were launched with --group NAME")
     parser.add_argument("--on", metavar="SYSTEM", help="only jobs on local, slurm or k8s")
     add_json(parser)
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Ask the systems, print the table."""
+    """Query the launch systems and print a table of jobs."""
     return show(phalanx.queue(group=args.group, on=args.on), as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx report`: a run as one HTML file and a page of Markdown."""
+"""`phalanx report`: write the report of a run as one HTML file and one Markdown file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx report`."""
+    """Add the options of `phalanx report`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
     parser.add_argument(
         "--html", metavar="FILE", help="where to write the HTML; - for stdout (default: RUN/report.html)"
@@ -24,21 +24,21 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Write what was asked for, and say where; both files into the run folder where nothing was."""
+    """Write the report to the named files and print their paths; without names, both files into the run folder."""
     if [args.html, args.markdown].count("-") + args.json > 1:
         raise mistake("phalanx report", "two results for one stdout", fix="give one of them a file")
-    found = phalanx.report(args.run)
+    report = phalanx.report(args.run)
     if args.json:
-        print_json(found.to_dict())
+        print_json(report.to_dict())
     elif not (args.html or args.markdown):
-        for path in found.write():
+        for path in report.write():
             say(path)
         return 0
-    for kind, name, make in (("html", args.html, found.to_html), ("markdown", args.markdown, found.to_markdown)):
+    for kind, name, make in (("html", args.html, report.to_html), ("markdown", args.markdown, report.to_markdown)):
         if name == "-":
             sys.stdout.write(make())
         elif name:
-            (path,) = found.write(**{kind: name})
+            (path,) = report.write(**{kind: name})
             if not args.json:
                 say(path)
     return 0

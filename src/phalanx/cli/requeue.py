@@ -1,4 +1,4 @@
-"""`phalanx requeue ID`: start a launched job again."""
+"""`phalanx requeue ID`: resume a launched job from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx requeue`."""
+    """Add the options of `phalanx requeue`."""
     parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
     add_json(parser)
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Start it again, say so."""
+    """Launch the job again and print its id."""
     return show(phalanx.requeue(args.id), as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx scale`: scaling laws, from small runs to the large one; each sub-command is a module beside this one."""
+"""`phalanx scale`: scaling laws, from small runs to the large one; each sub-command is a module `scale_….py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUBCOMMANDS = {
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands of `phalanx scale`."""
+    """Add the sub-commands of `phalanx scale`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name, (module, help_line) in SUBCOMMANDS.items():
         import_module(module).configure_parser(verbs.add_parser(name, help=help_line, description=help_line))

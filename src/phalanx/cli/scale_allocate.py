@@ -1,4 +1,4 @@
-"""`phalanx scale allocate`: the model, tokens and layout for a budget, by a fitted law."""
+"""`phalanx scale allocate`: choose model size, tokens and layout for a compute budget, by a fitted scaling law."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx scale allocate`."""
+    """Add the options of `phalanx scale allocate`."""
     parser.add_argument("fit", metavar="FIT", help="a fit, written by phalanx scale fit --out")
     parser.add_argument("--budget", metavar="C", help="training FLOPs, e.g. 1e24")
     parser.add_argument("--gpu-hours", metavar="H", help="device-hours on --cluster instead, e.g. 2e6")
@@ -35,11 +35,11 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Size the run, and write its job."""
+    """Size the run, write its job file if asked to, and print the allocation."""
     names = ("budget", "gpu_hours", "cluster", "inference_tokens", "extrapolate")
-    job = ("vocab", "sequence", "data", "name")
-    found = phalanx.scale.allocate(args.fit, **{name: getattr(args, name) for name in (*names, *job)})
+    job_names = ("vocab", "sequence", "data", "name")
+    allocation = phalanx.scale.allocate(args.fit, **{name: getattr(args, name) for name in (*names, *job_names)})
     if args.out:
-        found.write_job(args.out)
+        allocation.write_job(args.out)
         note(f"wrote {args.out}: phalanx plan {args.out}, then phalanx train {args.out}")
-    return show(found, as_json=args.json)
+    return show(allocation, as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx scale fit`: a scaling law from a table of runs."""
+"""`phalanx scale fit`: fit a scaling law to a table of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import mistake
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx scale fit`."""
+    """Add the options of `phalanx scale fit`."""
     parser.add_argument("source", metavar="RUNS", help="a table (CSV or JSON lines), a run folder, or a folder of runs")
     parser.add_argument(
         "--method",
@@ -76,7 +76,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _line_numbers(text: str) -> list[int]:
-    """Line numbers separated by commas."""
+    """Parse line numbers separated by commas."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if bad := [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 10)]:
         raise mistake("--drop", f'"{bad[0][:40]}" is not a line number', fix="give lines of the file, such as 12,17")
@@ -84,10 +84,10 @@ def _line_numbers(text: str) -> list[int]:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Fit, and print the law."""
+    """Fit the law, write the fit and its plots if asked to, and print it."""
     if args.plots:
         check_plots(args.plots)
-    found = phalanx.scale.fit(
+    fit = phalanx.scale.fit(
         args.source,
         method=args.method,
         columns=pairs("--column", args.column),
@@ -102,23 +102,23 @@ def run_command(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     if args.out:
-        found.write(args.out)
+        fit.write(args.out)
         note(f"wrote {args.out}")
     if args.plots:
-        names = found.write_plots(args.plots)
+        names = fit.write_plots(args.plots)
         is_file = names == (Path(args.plots).name,)
         note(f"wrote {args.plots}" if is_file else f"wrote {', '.join(names)} to {args.plots}")
         if not is_file and not any(name.endswith(".png") for name in names):
             note("no PNG: pip install 'phalanx[png]' brings Pillow, which draws them")
-    return show(found, as_json=args.json)
+    return show(fit, as_json=args.json)
 
 
 def pairs(option: str, texts: list[str]) -> dict[str, str]:
-    """KEY=VALUE words as a mapping."""
-    found = {}
+    """Parse KEY=VALUE words of an option into a dict; raise UserError for a word of another form."""
+    values = {}
     for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not key.strip() or not value.strip():
             raise mistake(option, f'"{text[:60]}" is not of the form NAME=VALUE')
-        found[key.strip()] = value.strip()
-    return found
+        values[key.strip()] = value.strip()
+    return values

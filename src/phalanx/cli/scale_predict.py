@@ -1,4 +1,4 @@
-"""`phalanx scale predict`: a run's loss beside the band of a fitted law."""
+"""`phalanx scale predict`: compare a run's loss with the prediction interval of a fitted scaling law."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx scale predict`."""
+    """Add the options of `phalanx scale predict`."""
     parser.add_argument("fit", metavar="FIT", help="a fit, written by phalanx scale fit --out")
     parser.add_argument("--run", metavar="RUN", required=True, help="a run folder, or a CSV table of one run")
     parser.add_argument(
@@ -25,6 +25,6 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Hold the run against the law; 1 when it is outside its band."""
-    found = phalanx.scale.predict(args.fit, args.run, allowance=args.allowance, planned_tokens=args.tokens)
-    return show(found, as_json=args.json)
+    """Compare the run with the law; exit code 1 if its loss is outside the interval."""
+    comparison = phalanx.scale.predict(args.fit, args.run, allowance=args.allowance, planned_tokens=args.tokens)
+    return show(comparison, as_json=args.json)

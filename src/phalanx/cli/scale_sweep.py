@@ -1,4 +1,4 @@
-"""`phalanx scale sweep`: a grid of small runs for a scaling law."""
+"""`phalanx scale sweep`: train a grid of small models for a scaling law."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_job, add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx scale sweep`."""
+    """Add the options of `phalanx scale sweep`."""
     add_job(parser)
     parser.add_argument(
         "--budgets", metavar="C", required=True, help="FLOPs: 1e15..1e17 (five), 1e15..1e17:7, or 1e15,3e15,1e16"
@@ -56,8 +56,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Sweep, and print what it gave."""
-    found = phalanx.scale.sweep(
+    """Run the sweep and print its table."""
+    sweep = phalanx.scale.sweep(
         args.job,
         budgets=args.budgets,
         sizes=args.sizes,
@@ -72,4 +72,4 @@ def run_command(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
         progress=note,
     )
-    return show(found, as_json=args.json)
+    return show(sweep, as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx schema`: the JSON Schema of the job file, for editors."""
+"""`phalanx schema`: print the JSON Schema of the job file, for editors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx schema`."""
+    """Add the options of `phalanx schema`."""
     parser.add_argument("--out", metavar="FILE", help="write it to this file, e.g. job.schema.json")
     add_json(parser)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a whole command: the first one unwinds it, so that what it started ends with it."""
+"""Ctrl-C and SIGTERM for a whole command: the first signal unwinds it, so that what it started ends with it."""
 
 from __future__ import annotations
 
@@ -12,42 +12,50 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
 
-# Signals closer than this are one: a key that bounces, or `timeout`, which signals the process and then its group. The
-# clean-up behind the first (children ended, temporary folders removed) must not be cut in half by the second.
+# Signals closer than this count once: a key that bounces, or `timeout`, which signals the process and then its group.
+# The second must not interrupt the clean-up after the first (children ended, temporary folders removed).
 SAME_S = 1.0
 AGAIN_S = 0.01
 
 
 class Terminated(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT: `finally` runs, and nobody takes it for an error."""
+    """SIGTERM as an exception, as KeyboardInterrupt is SIGINT: `finally` runs, `except Exception` does not catch it."""
 
 
 class CommandSignals:
-    """Counts the signals that end a command; a verb that takes them itself (train, web) puts these back afterwards."""
+    """The handlers of SIGINT and SIGTERM while a command runs.
+
+    A verb with its own handlers (train, web) restores these afterwards.
+    """
 
     def __init__(self) -> None:
         self.received = False
-        self.code: int | None = None  # of the process, once the command is over
-        self._unwinding_s: float | None = None  # since when
+        self.code: int | None = None  # exit code of the process, once the command is over
+        # Monotonic time of the signal that unwinds the command.
+        self._unwinding_s: float | None = None
 
     def listen(self) -> None:
-        """Take what nobody ignores: under nohup, or in the background of a script, a signal may be switched off."""
+        """Install the handlers, except for a signal that was ignored when the process started.
+
+        Under nohup, or in the background of a script, a signal may be switched off.
+        """
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note_signal)
-            atexit.register(self._end_process)  # what is registered first runs last
+            # The first function registered runs last.
+            atexit.register(self._end_process)
             sys.unraisablehook = self._raise_again
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._note_signal)
 
     def unwound(self) -> None:
-        """The command is over: from here on there is nothing to interrupt but the interpreter's own end."""
+        """Record that the command is over: a signal from here on can only interrupt the interpreter's exit."""
         self._unwinding_s = time.monotonic()
 
     def _end_process(self) -> None:
-        """The last thing that runs: from here on Ctrl-C changes nothing.
+        """Ignore Ctrl-C and, after an interrupted command, exit with its code; runs last at exit.
 
-        The interpreter would reset handlers; and where the first one passed through an `exec` of a text, as when a
-        dataclass is made, Python ends itself by SIGINT after all, whatever was made of it since.
+        The interpreter would reset the handlers. And where the first Ctrl-C passed through an `exec` of a text, as
+        when a dataclass is made, Python ends itself by SIGINT even if the exception was handled since.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.received and self.code is not None:
@@ -56,7 +64,11 @@ class CommandSignals:
             os._exit(self.code)
 
     def _raise_again(self, lost: sys.UnraisableHookArgs) -> None:
-        """Python drops what a callback or `__del__` raises, as the import system's own: a moment later it counts."""
+        """Raise an interrupt again, shortly after Python has dropped it.
+
+        Python only prints an exception that is raised in `__del__` or in a callback, such as those of the import
+        system, and continues.
+        """
         if not issubclass(lost.exc_type, KeyboardInterrupt | Terminated):
             sys.__unraisablehook__(lost)
             return
@@ -72,10 +84,11 @@ class CommandSignals:
             self._unwinding_s = now_s
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         if now_s - self._unwinding_s > SAME_S:
-            os._exit(128 + number)  # somebody does not want to wait for the clean-up
+            # A second signal: the user does not want to wait for the clean-up.
+            os._exit(128 + number)
 
 
 def die_of_sigterm() -> None:
-    """End as SIGTERM ends a process, for whoever asks how we ended."""
+    """End this process by SIGTERM, so that its parent sees that signal as the reason."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

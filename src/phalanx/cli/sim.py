@@ -1,4 +1,4 @@
-"""`phalanx sim`: one step of a plan on a fabric, months of running with failures, or the queue of a cluster."""
+"""`phalanx sim`: simulate one step of a plan on a fabric, months with failures, or the queue of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUTINGS = ("spray", "ecmp")
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx sim`."""
+    """Add the options of `phalanx sim`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml; none with --queue")
     add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
@@ -89,7 +89,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Simulate what was asked for."""
+    """Run the simulation that the options choose, and print its result."""
     from phalanx.api.simulating import StepSimulation
 
     if args.queue is not None:
@@ -104,15 +104,15 @@ def run_command(args: argparse.Namespace) -> int:
         raise mistake("phalanx sim", what, fix="leave one of them out")
     names = ("overrides", "fabric", "days", "routing", "broken", "runs", "seed", "edge_recovery", "planes", "compare")
     options = {name: getattr(args, name) for name in (*names, "weibull", "planned_per_day", "repair_hours", "levers")}
-    found = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, progress=note, **options)
-    if args.trace and isinstance(found, StepSimulation):
-        note(f"wrote {args.trace}: {found.write_trace(args.trace)}; ui.perfetto.dev opens it")
-    return show(found, as_json=args.json)
+    result = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, progress=note, **options)
+    if args.trace and isinstance(result, StepSimulation):
+        note(f"wrote {args.trace}: {result.write_trace(args.trace)}; ui.perfetto.dev opens it")
+    return show(result, as_json=args.json)
 
 
 def _simulate_queue(args: argparse.Namespace) -> int:
-    """The queue of a cluster; options of a step or of months would have no effect and are refused."""
-    others = {
+    """Simulate the queue of a cluster; raise UserError for options of a step or of months, which have no effect."""
+    other_options = {
         "JOB": args.job,
         "--fabric": args.fabric,
         "--routing": args.routing,
@@ -125,10 +125,10 @@ def _simulate_queue(args: argparse.Namespace) -> int:
         "--planned-per-day": args.planned_per_day,
         "--levers": args.levers or None,
     }
-    for option, value in others.items():
+    for option, value in other_options.items():
         if value is not None:
             raise mistake("phalanx sim", f"{option} has no effect on --queue", fix="leave one of them out")
-    found = phalanx.simulate_queue(
+    result = phalanx.simulate_queue(
         args.queue,
         args.cluster or "8xH100:7500",
         policy=args.policy or "easy",
@@ -139,4 +139,4 @@ def _simulate_queue(args: argparse.Namespace) -> int:
         seed=args.seed,
         progress=note,
     )
-    return show(found, as_json=args.json)
+    return show(result, as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx trace`: trace one rank's step on fake tensors, of a job of any size."""
+"""`phalanx trace`: trace one rank's step on fake tensors, for a job of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS = 64  # of --all-ranks (phalanx.api.proofs)
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx trace`."""
+    """Add the options of `phalanx trace`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="trace on this cluster instead of the job's, e.g. 8xH100:16")
     which = parser.add_mutually_exclusive_group()
@@ -43,8 +43,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Trace, print, and exit 1 when ranks would hang, the plan is off or does not fit."""
-    found = phalanx.trace(
+    """Print the trace; exit code 1 if ranks would hang, the plan differs or the step does not fit in memory."""
+    result = phalanx.trace(
         args.job,
         args.cluster,
         overrides=args.overrides,
@@ -56,5 +56,5 @@ def run_command(args: argparse.Namespace) -> int:
         progress=note,
     )
     if args.log:
-        write_text(Path(args.log), "".join(found.log_lines()), fix="name another --log")
-    return show(found, as_json=args.json)
+        write_text(Path(args.log), "".join(result.log_lines()), fix="name another --log")
+    return show(result, as_json=args.json)

@@ -1,4 +1,4 @@
-"""`phalanx train`: train a job, or continue a run, and print what came of it."""
+"""`phalanx train`: train a job, or continue a run, and print its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx train`."""
+    """Add the options of `phalanx train`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="run on this cluster instead of the job's, e.g. local:4")
@@ -48,11 +48,11 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Train, resume, or report."""
+    """Train, resume, plan only (--dry-run), or print the report of a run."""
     if args.report:
-        named = [name for name, value in (("JOB", args.job), ("--resume", args.resume)) if value]
-        if named:
-            what = f"{' and '.join([*named, '--report'])} exclude each other"
+        excluded = [name for name, value in (("JOB", args.job), ("--resume", args.resume)) if value]
+        if excluded:
+            what = f"{' and '.join([*excluded, '--report'])} exclude each other"
             raise mistake("phalanx train", what, fix="give one of them")
         return _print_report(phalanx.run(args.report), as_json=args.json)
     names = ("job", "plan", "resume", "cluster", "steps", "runs", "name", "hosts", "spares", "join", "address")
@@ -66,10 +66,10 @@ def run_command(args: argparse.Namespace) -> int:
             ranks, steps = plural(plan.layout.devices, "rank"), plural(plan.duration.steps, "step")
             say(f"{ranks} would train {steps}: {plan.layout.name}")
         return 0
-    made = phalanx.train(**options)
-    _print_report(made, as_json=args.json)
-    note(f"check this run: phalanx check {made.path}")
-    status = made.status()
+    run = phalanx.train(**options)
+    _print_report(run, as_json=args.json)
+    note(f"check this run: phalanx check {run.path}")
+    status = run.status()
     if status.get("message"):
         note(str(status["message"]))
     return int(status.get("exit_code", 0))

@@ -12,7 +12,7 @@ PRECISIONS = ("float64", "fp32", "bf16", "fp8")
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx verify`."""
+    """Add the options of `phalanx verify`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="verify the layout for this cluster instead of the job's")
     parser.add_argument("--plan", metavar="FILE", help="verify the layout of this plan, written by phalanx plan --out")
@@ -46,7 +46,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """0 when the layout is proven, 1 when something differs."""
+    """Compare layout and single process; exit code 0 if the layout is proven, 1 if a number differs."""
     names = ("cluster", "plan", "device", "ranks_per_gpu", "compile", "precision", "full_size", "steps", "timeout")
     options = {name: getattr(args, name) for name in (*names, "allow_code")}
     return show(phalanx.verify(args.job, overrides=args.overrides, progress=note, **options), as_json=args.json)

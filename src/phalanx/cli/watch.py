@@ -1,4 +1,4 @@
-"""`phalanx watch`: a run in the terminal while it goes on, also over ssh; plain lines where there is no terminal."""
+"""`phalanx watch`: follow a run in the terminal, also over ssh; without a terminal it prints plain lines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
 JSON_S = 1.0
-SHOWN = 6  # remarks on the screen
-FIRST = 20  # remarks of before that plain lines begin with
+SHOWN = 6  # newest remarks on the screen
+FIRST = 20  # earlier remarks that plain lines begin with
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx watch`."""
+    """Add the options of `phalanx watch`."""
     parser.add_argument("run", metavar="RUN", help="a run folder; the run may be finished")
     parser.add_argument("--plain", action="store_true", help="print lines for a log instead of a full screen")
     parser.add_argument("--json", action="store_true", help="print a JSON object per line whenever something changes")
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Follow the run until it ends or Ctrl-C; both are a good end."""
+    """Follow the run until it ends or Ctrl-C; the exit code is 0 in either case."""
     looks = phalanx.watch(args.run, every_s=JSON_S if args.json else REDRAW_S)
     try:
         if args.json:
@@ -50,8 +50,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _follow_lines(looks: Iterator[RunLook]) -> None:
-    shown, due_s = "", 0.0
-    broken: set[str] = set()  # rules that were told of
+    """Print remarks as they come, a line of progress every few seconds, and a summary at the end."""
+    last_line, due_s = "", 0.0
+    broken: set[str] = set()  # ids of failed rules that were printed already
     first, over = True, False
     for look in looks:
         view, remarks = look.view, list(look.remarks)
@@ -61,10 +62,10 @@ def _follow_lines(looks: Iterator[RunLook]) -> None:
         for line in remarks:
             say(line, flush=True)
         line = str(look)
-        if line != shown and (view.is_finished or time.monotonic() >= due_s):
+        if line != last_line and (view.is_finished or time.monotonic() >= due_s):
             say(line, flush=True)
-            shown, due_s = line, time.monotonic() + PLAIN_S
-        if over:  # the second look at a run that is over has the verdicts on the whole
+            last_line, due_s = line, time.monotonic() + PLAIN_S
+        if over:  # the second look after the end has the verdicts on the whole run
             _tell_verdicts(look.check, broken, last=True)
             _last_words(view)
             return
@@ -74,26 +75,30 @@ def _follow_lines(looks: Iterator[RunLook]) -> None:
 
 
 def _tell_verdicts(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> None:
-    """Rules that are newly broken, each once; at the end how many there are of each verdict."""
+    """Print rules that newly fail, each once; at the end also the number of rules per verdict."""
     from phalanx.io.values import printable
 
-    # What is half read may look broken and not be.
-    whole = last or (known.verdicts is not None and known.verdicts.is_settled)
-    for one in known.problems() if whole else ():
-        if one.rule.id not in broken:
-            broken.add(one.rule.id)
-            say(f"check: {one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}", flush=True)
+    # A record that is read in part only may look as if a rule failed.
+    is_complete = last or (known.verdicts is not None and known.verdicts.is_settled)
+    for problem in known.problems() if is_complete else ():
+        if problem.rule.id not in broken:
+            broken.add(problem.rule.id)
+            say(
+                f"check: {problem.severity} {problem.rule.id} {problem.rule.slug}: {printable(problem.outcome.what)}",
+                flush=True,
+            )
     if last and known.line():
         say(f"check: {known.line()}", flush=True)
 
 
 def _last_words(view: View) -> None:
+    """Print the summary after the end: stragglers, where the time went, costs, damaged files, final state."""
     from phalanx.io.values import printable
     from phalanx.record.report.sections import cost_rows
 
     s = view.summary
-    for one in view.scores.named:
-        say(f"straggler: {one.text}")
+    for straggler in view.scores.named:
+        say(f"straggler: {straggler.text}")
     if s.ledger is not None and s.ledger.wall_s:
         say(s.ledger)
     for name, so_far, _, planned in cost_rows(s.cost) if s.cost is not None else ():
@@ -105,18 +110,20 @@ def _last_words(view: View) -> None:
 
 
 def _follow_objects(looks: Iterator[RunLook]) -> None:
-    shown, over = "", False
+    """Print a JSON object per line whenever the run's state changed."""
+    last_line, over = "", False
     for look in looks:
         if look.view.is_finished and not over:
             over = True
-            continue  # the next look has the verdicts on the whole
+            continue  # the next look has the verdicts on the whole run
         line = visible_json(json.dumps(look.to_dict(), ensure_ascii=False, allow_nan=False))
-        if line != shown:
+        if line != last_line:
             print(line, flush=True)
-            shown = line
+            last_line = line
 
 
 def _follow_screen(looks: Iterator[RunLook], *, name: str) -> None:
+    """Redraw the screen until the run ends."""
     from rich.console import Console, Group
     from rich.live import Live
 

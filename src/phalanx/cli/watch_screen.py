@@ -1,4 +1,4 @@
-"""The screen of `phalanx watch`: a view as lines of text that fit the terminal."""
+"""The screen of `phalanx watch`: a run's state as lines of text that fit the terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from phalanx.record.report.live import View
 from phalanx.record.report.sections import BriefLine, cost_section, damage_section, incident_section, time_section
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
-MOST_TOLD = 3  # findings on the screen
+MOST_TOLD = 3  # findings shown on the screen
 MOST_RANKS = 8
 LABEL = 11  # characters of the first column
-NARROW = 60  # columns below which bars and sparklines give way
+NARROW = 60  # columns below which bars are shortened and sparklines left out
 
 
 def frame(
     view: View, remarks: Sequence[str], *, name: str, width: int, height: int, check: KnownVerdicts | None = None
 ) -> list[Text]:
-    """At most `height` lines of at most `width` columns, the most important first."""
+    """Return at most `height` lines of at most `width` columns, the most important first."""
     blocks = [
         _head_lines(view, name),
         _curve_lines(view, width),
@@ -51,12 +51,13 @@ def _head_lines(view: View, name: str) -> list[Text]:
         if p.left_s and not view.is_finished:
             first.append(f"  {format_seconds(p.left_s)} left", "bold")
     ranks = plural(s.world, "rank")
-    what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
-    why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "interrupted") else []
-    return [first, _quiet_text(printable(what)), *why]
+    description = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
+    message_lines = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "interrupted") else []
+    return [first, _quiet_text(printable(description)), *message_lines]
 
 
 def _curve_lines(view: View, width: int) -> list[Text]:
+    """Return a line per measured number with its sparkline and the plan's prediction."""
     s, p = view.summary, view.progress
     room = max(0, min(60, width - 62)) if width >= NARROW else 0
     if p is None:
@@ -65,7 +66,7 @@ def _curve_lines(view: View, width: int) -> list[Text]:
         ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
         ("tokens/s", *_rate_now(view, p.tokens_per_s)),
     ]
-    lines = [_curve_row(name, value, sparkline(values, room), beside) for name, value, values, beside in rows]
+    lines = [_curve_row(name, value, sparkline(values, room), comparison) for name, value, values, comparison in rows]
     if s.mfu.measured is not None:
         lines.append(_curve_row("MFU", f"{s.mfu.measured:.1%}", "", _beside_plan(s.mfu, _percent_text)))
     if s.memory_bytes.measured is not None:
@@ -82,7 +83,10 @@ def _curve_lines(view: View, width: int) -> list[Text]:
 
 
 def _rate_now(view: View, now: float | None) -> tuple[str, Sequence[float | None], str]:
-    """Tokens per second now; the plan is compared with the mean, and of a run that is over that is all there is."""
+    """Return the current tokens per second as text, the series for the sparkline, and the comparison with the plan.
+
+    The plan is compared with the mean rate; a finished run has no current rate, so the mean is shown instead.
+    """
     mean = view.summary.tokens_per_s
     if view.is_finished or now is None or mean.measured is None:
         return (
@@ -101,52 +105,58 @@ def _curve_row(name: str, value: str, drawn: str, beside: str) -> Text:
 
 
 def _check_lines(known: KnownVerdicts | None) -> list[Text]:
-    """The verdicts of the training specification, and the worst of what it found."""
+    """Return the counts of verdicts on the training specification, and the most severe findings."""
     if known is None:
         return []
     lines = [_labelled_text("check", known.line() or "reading the record …")]
     problems = known.problems()
-    for one in problems[:MOST_TOLD]:
-        what = f"{one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}"
-        lines.append(Text(f"{'':<{LABEL}}{what}", "red" if one.severity == "error" else "yellow"))
+    for problem in problems[:MOST_TOLD]:
+        text = f"{problem.severity} {problem.rule.id} {problem.rule.slug}: {printable(problem.outcome.what)}"
+        lines.append(Text(f"{'':<{LABEL}}{text}", "red" if problem.severity == "error" else "yellow"))
     if len(problems) > MOST_TOLD:
         lines.append(_quiet_text(f"{'':<{LABEL}}and {len(problems) - MOST_TOLD} more: phalanx check RUN"))
     return lines
 
 
 def _rank_lines(view: View, width: int) -> list[Text]:
-    known = [one for one in view.summary.ranks if one.compute_s is not None]
-    if len(known) < 2:
+    """Return a bar per rank, the slowest first: time computing, time waiting, and own time over that of its peers."""
+    timed_ranks = [rank_time for rank_time in view.summary.ranks if rank_time.compute_s is not None]
+    if len(timed_ranks) < 2:
         return []
     score = view.scores.score
-    shown = sorted(known, key=lambda one: (-score.get(one.rank, 0.0), one.rank))[:MOST_RANKS]
-    slow = {one.rank for one in view.scores.named}
-    most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
-    cut = f"the {len(shown)} slowest of {plural(len(known), 'rank')}" if len(known) > len(shown) else "ranks"
+    shown = sorted(timed_ranks, key=lambda rank_time: (-score.get(rank_time.rank, 0.0), rank_time.rank))[:MOST_RANKS]
+    slow = {rank_time.rank for rank_time in view.scores.named}
+    max_s = max((rank_time.compute_s or 0.0) + (rank_time.wait_s or 0.0) for rank_time in timed_ranks) or 1.0
+    title = (
+        f"the {len(shown)} slowest of {plural(len(timed_ranks), 'rank')}" if len(timed_ranks) > len(shown) else "ranks"
+    )
     lines = [
         _quiet_text(
-            f"{cut}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers"
+            f"{title}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers"
         )
     ]
-    return lines + [_rank_line(one, score.get(one.rank), most, width, slow=one.rank in slow) for one in shown]
+    return lines + [
+        _rank_line(rank_time, score.get(rank_time.rank), max_s, width, slow=rank_time.rank in slow)
+        for rank_time in shown
+    ]
 
 
 def _rank_line(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
     room = 24 if width >= NARROW else 8
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
-    drawn = two_part_bar(compute / most, wait / most, room)
-    line = Text(f"{one.rank:>6}  ").append(f"{drawn:<{room}}", "red" if slow else "blue")
+    bar = two_part_bar(compute / most, wait / most, room)
+    line = Text(f"{one.rank:>6}  ").append(f"{bar:<{room}}", "red" if slow else "blue")
     line.append(f"  {format_seconds(compute):>8} {format_seconds(wait):>8}")
     line.append(f"  {score:.2f}" if score is not None else "", "bold red" if slow else "")
     return line.append(f"  {one.place}" + ("  straggler" if slow else ""), "red" if slow else "dim")
 
 
 def _time_lines(view: View, width: int) -> list[Text]:
-    lines = [_brief_text(one) for one in time_section(view.summary).brief]
-    book = view.summary.ledger
-    if lines and book is not None and book.effective and width >= NARROW:
-        drawn = text_bar(book.effective, min(60, width - LABEL - 2))
-        lines.insert(0, Text.assemble((f"{'':<{LABEL}}", ""), (drawn, "green")))
+    lines = [_brief_text(line) for line in time_section(view.summary).brief]
+    ledger = view.summary.ledger
+    if lines and ledger is not None and ledger.effective and width >= NARROW:
+        bar = text_bar(ledger.effective, min(60, width - LABEL - 2))
+        lines.insert(0, Text.assemble((f"{'':<{LABEL}}", ""), (bar, "green")))
     return lines
 
 
@@ -157,9 +167,9 @@ def _other_lines(view: View) -> list[Text]:
         age = f", {format_seconds(view.saved_age_s)} ago" if view.saved_age_s is not None else ""
         size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
         lines.append(_labelled_text("checkpoint", f"step {view.saved_step:,}{age}{size}"))
-    lines += [_brief_text(one) for one in cost_section(s).brief]
-    for one in view.scores.named[:3]:
-        lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (one.text, "red")))
+    lines += [_brief_text(line_or_straggler) for line_or_straggler in cost_section(s).brief]
+    for line_or_straggler in view.scores.named[:3]:
+        lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (line_or_straggler.text, "red")))
     return lines + [_brief_text(line) for section in (incident_section(s), damage_section(s)) for line in section.brief]
 
 
@@ -178,6 +188,7 @@ def _quiet_text(text: str) -> Text:
 
 
 def _beside_plan(pair: Pair, show: object) -> str:
+    """Return "planned X (+Y%)" for a measured number, "" where the plan has no prediction of it."""
     if pair.predicted is None or not callable(show):
         return ""
     error = f" ({pair.error:+.1%})" if pair.error is not None else ""

@@ -1,4 +1,4 @@
-"""`phalanx web`: a page over a folder of runs, live and afterwards; reads only, on this machine only."""
+"""`phalanx web`: serve a dashboard over a folder of runs, live and afterwards; read-only, on this machine only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx web`."""
+    """Add the options of `phalanx web`."""
     parser.add_argument("runs", metavar="RUNS", help="a folder of runs such as runs/, or one run")
     parser.add_argument(
         "--listen", metavar="HOST:PORT", default="127.0.0.1:8337", help="address to serve on (default: %(default)s)"
@@ -29,15 +29,16 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
+    """Serve the dashboard until Ctrl-C."""
 
     def serving(address: WebAddress) -> None:
         if args.json:
-            shown = asdict(address)
-            print_json({**{name: shown[name] for name in ("url", "token", "open", "runs")}, "pid": os.getpid()})
+            fields = asdict(address)
+            print_json({**{name: fields[name] for name in ("url", "token", "open", "runs")}, "pid": os.getpid()})
         else:
             say(address.open)
-        sys.stdout.flush()  # whoever started us through a pipe waits for the address
+        # A program that started this one through a pipe waits for the address.
+        sys.stdout.flush()
         note(f"{plural(address.runs, 'run')} in {args.runs}; stop with Ctrl-C")
         if args.open:
             import webbrowser

@@ -1,4 +1,4 @@
-"""`phalanx why ID`: why a launched job waits, or why it ended."""
+"""`phalanx why ID`: explain why a launched job is waiting, or why it ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx why`."""
+    """Add the options of `phalanx why`."""
     parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
     add_json(parser)
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Print the sentence."""
+    """Print the reason, one sentence."""
     return show(phalanx.why(args.id), as_json=args.json)

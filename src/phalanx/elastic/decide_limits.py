@@ -85,8 +85,4 @@ def _hosts_at_limit(by_slot: Counter[HostSlot], times: int) -> set[str]:
     by_host: dict[str, list[int]] = {}
     for place, failures in by_slot.items():
         by_host.setdefault(place.host, []).append(failures)
-    return {
-        host
-        for host, counts in by_host.items()
-        if max(counts) >= times or (len(counts) > 1 and sum(counts) >= 2 * times)
-    }
+    return {host for host, counts in by_host.items() if max(counts) >= times or sum(counts) >= 2 * times}

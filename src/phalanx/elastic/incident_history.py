@@ -65,7 +65,7 @@ class IncidentHistory:
             return None
         until_s, lost_s = self.incidents[-1].began_s, 0.0
         oldest: int | None = None
-        for index in range(len(self.incidents) - 2, -1, -1):
+        for index in reversed(range(len(self.incidents) - 1)):
             incident = self.incidents[index]
             lost_s += incident.lost_s or 0.0
             if lost_s >= min_lost_s and lost_s > max_lost * (until_s - incident.began_s) > 0:

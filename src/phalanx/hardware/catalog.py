@@ -1,6 +1,6 @@
-"""Every accelerator Phalanx knows and the names people give it, and the ones a person adds in a file.
+"""The catalogue of accelerators with their aliases, and accelerators that a user adds in a file.
 
-Figures nobody published are documented estimates.
+Values without a published source are documented estimates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.io.path_probes import is_file
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
-# Best measured bf16 matmul over dense peak, by family; rows of data/accelerators.csv that carry both, which come from
+# Best measured bf16 matmul over dense peak, by family; rows of data/accelerators.csv that have both, which come from
 # stas00/ml-engineering (2026-08): A100 271.2/312, H100 794.5/989, B200 1745/2250, MI300X 668.4/1300, MI355X 1565/2500,
 # Gaudi2 418.7/432, Gaudi3 1243/1677.
 MATMUL_FRACTION = {
@@ -37,12 +37,12 @@ MATMUL_FRACTION = {
 }
 # The same for fp8: H100 1402.6/1979, B200 3432.5/4500, Gaudi2 826.5/865, Gaudi3 1289.5/1677.
 MATMUL_FRACTION_FP8 = {"hopper": 0.71, "blackwell": 0.76, "gaudi2": 0.96, "gaudi3": 0.77}
-# A part nobody measured that shares its die with one somebody did (same family, peak within SIBLING_PEAK) is scaled by
-# the square root of their power limits: dynamic power grows with f·V² and V with f, so f ~ P^(1/3..1/2).
+# A device without a measurement that shares its die with a measured one (same family, peak within SIBLING_PEAK) is
+# scaled by the square root of their power limits: dynamic power grows with f·V² and V with f, so f ~ P^(1/3..1/2).
 SIBLING_PEAK = 0.02
-# AMD parts without a row of their own: median of MI300X 0.51, MI325X 0.60, MI355X 0.63.
-# TPUs: MaxText reports whole training steps at 66 to 70 % of peak on v5p (README, 2024-04), so their systolic matmuls
-# alone must reach well over that; nobody published the figure, and 0.88 makes our plans end there too.
+# AMD devices without a measurement: median of MI300X 0.51, MI325X 0.60, MI355X 0.63. TPUs: MaxText reports whole
+# training steps at 66 to 70 % of peak on v5p (README, 2024-04), so their systolic matmuls alone must reach well over
+# that; no figure is published, and with 0.88 our plans reach the same share.
 MATMUL_FRACTION_BY_VENDOR = {"amd": 0.60, "google": 0.88}
 MATMUL_FRACTION_DEFAULT = 0.78  # median over the 13 measured rows of the table
 
@@ -50,21 +50,21 @@ MATMUL_FRACTION_DEFAULT = 0.78  # median over the 13 measured rows of the table
 def find_accelerator(
     name: str, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None, where: str = ""
 ) -> Accelerator:
-    """The accelerator a name means: catalogue name, alias, or what the driver prints; a user's own files come first.
+    """Return the accelerator of a name: catalogue name, alias, or driver's name; entries in a user's files come first.
 
     >>> find_accelerator("NVIDIA H100 80GB HBM3").name, find_accelerator("v5p").name
     ('H100-80GB-SXM', 'TPU-v5p')
     """
-    known = {squeeze_name(entry.name): entry for entry in accelerators(files=files, environ=environ)}
+    entries_by_name = {squeeze_name(entry.name): entry for entry in accelerators(files=files, environ=environ)}
     short = squeeze_name(name)
-    entry = known.get(short) or known.get(squeeze_name(ALIASES.get(short, "")))
+    entry = entries_by_name.get(short) or entries_by_name.get(squeeze_name(ALIASES.get(short, "")))
     if entry is not None:
         return entry
-    raise _unknown_accelerator(name, [entry.name for entry in known.values()], where)
+    raise _unknown_accelerator(name, [entry.name for entry in entries_by_name.values()], where)
 
 
 def accelerators(*, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:
-    """All known accelerators; a user's entry replaces a shipped one of the same name."""
+    """Return all known accelerators; a user's entry replaces a shipped one of the same name."""
     merged = {entry.name: entry for entry in shipped_accelerators()}
     for path in (*user_files(environ), *files):
         merged.update({entry.name: entry for entry in load_accelerators(path)})
@@ -73,29 +73,31 @@ def accelerators(*, files: Sequence[Path] = (), environ: Mapping[str, str] | Non
 
 @functools.cache
 def shipped_accelerators() -> tuple[Accelerator, ...]:
-    """The accelerators that come with Phalanx."""
+    """Return the accelerators that ship with Phalanx."""
     path = Path("phalanx/hardware/data/accelerators.csv")
     return parse_table(data_text("accelerators.csv"), path)
 
 
 def data_text(name: str) -> str:
-    """The text of a data file that ships with this package."""
+    """Return the text of a data file that ships with this package."""
     return shipped_text(__file__, f"data/{name}")
 
 
 def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Hardware files a person keeps: `$PHALANX_HARDWARE` (several, joined like PATH), else the one in ~/.config."""
+    """Return a user's hardware files: `$PHALANX_HARDWARE` (several, joined like PATH), else the one in ~/.config."""
     env = os.environ if environ is None else environ
-    named = env.get("PHALANX_HARDWARE", "")
-    if named:
-        return tuple(Path(part) for part in named.split(os.pathsep) if part)
+    paths_text = env.get("PHALANX_HARDWARE", "")
+    if paths_text:
+        return tuple(Path(name) for name in paths_text.split(os.pathsep) if name)
     home = env.get("XDG_CONFIG_HOME") or (os.path.join(env["HOME"], ".config") if env.get("HOME") else "")
-    usual = Path(home) / "phalanx" / "accelerators.toml"
-    return (usual,) if home and is_file(usual) else ()
+    default_path = Path(home) / "phalanx" / "accelerators.toml"
+    return (default_path,) if home and is_file(default_path) else ()
 
 
 def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:
-    """Best sustained matmul rate in FLOP/s: the measured one, else a documented fraction of peak; 0 if unsupported.
+    """Return the best sustained matmul rate in FLOP/s; 0 if the device does not support the precision.
+
+    It is the measured rate, else a documented fraction of the peak.
 
     >>> [f"{matmul_flops(find_accelerator(name)):.4g}" for name in ("H100", "GB300")]
     ['7.945e+14', '1.968e+15']
@@ -114,18 +116,19 @@ def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:
             or sibling_matmul(accelerator, "fp8")
             or accelerator.peak_fp8_flops * matmul_fraction(accelerator, "fp8")
         )
-    if precision == "fp4":  # nobody published one: as far below its peak as fp8
+    # No measured rate is published: assume the same share of its peak as for fp8.
+    if precision == "fp4":
         if accelerator.peak_fp8_flops <= 0:
             return 0.0
         return matmul_flops(accelerator, "fp8") * accelerator.peak_fp4_flops / accelerator.peak_fp8_flops
     if precision == "fp32":
         return accelerator.peak_fp32_flops * matmul_fraction(accelerator)
-    near = nearest(precision, ["bf16", "fp16", "fp8", "fp4", "fp32"])
-    raise ValueError(f"precision {precision!r} is none of bf16, fp16, fp8, fp4, fp32 (nearest: {near or 'bf16'})")
+    suggestion = nearest(precision, ["bf16", "fp16", "fp8", "fp4", "fp32"])
+    raise ValueError(f"precision {precision!r} is none of bf16, fp16, fp8, fp4, fp32 (nearest: {suggestion or 'bf16'})")
 
 
 def sibling_matmul(accelerator: Accelerator, precision: str) -> float:
-    """The measured rate of a shipped part with the same die, scaled by power; 0 when there is none."""
+    """Return the measured rate of a shipped device with the same die, scaled by power; 0 if there is none."""
 
     def figures(entry: Accelerator) -> tuple[float, float]:
         if precision == "fp8":
@@ -144,7 +147,7 @@ def sibling_matmul(accelerator: Accelerator, precision: str) -> float:
 
 
 def matmul_fraction(accelerator: Accelerator, precision: str = "bf16") -> float:
-    """The share of peak a good matmul reaches on this family, for devices without a measurement of their own."""
+    """Return the share of peak that a good matmul reaches on this family, for devices without a measurement."""
     fp8 = precision == "fp8"
     if fp8 and accelerator.family in MATMUL_FRACTION_FP8:
         return MATMUL_FRACTION_FP8[accelerator.family]
@@ -153,9 +156,9 @@ def matmul_fraction(accelerator: Accelerator, precision: str = "bf16") -> float:
 
 
 def _unknown_accelerator(name: str, names: Sequence[str], where: str) -> UserError:
-    near = nearest(name, [*names, *ALIASES])
-    meant = ALIASES.get(near, near)
-    family = [entry for entry in names if meant and entry.split("-")[0] == meant.split("-")[0]]
+    suggestion = nearest(name, [*names, *ALIASES])
+    catalogue_name = ALIASES.get(suggestion, suggestion)
+    family = [entry for entry in names if catalogue_name and entry.split("-")[0] == catalogue_name.split("-")[0]]
     choices = family or ["A100-80GB-SXM", "H100-80GB-SXM", "GB200-NVL72", "MI300X", "TPU-v5p"]
     return mistake(
         where,
@@ -166,11 +169,11 @@ def _unknown_accelerator(name: str, names: Sequence[str], where: str) -> UserErr
     )
 
 
-# The many names people and drivers give to one device.
+# Aliases: the names that users and drivers give to a device.
 
 
-# Left: what people write, squeezed by `squeeze_name`. Right: the catalogue's name. A bare family name means the part
-# most training clusters hold: SXM boards, the largest memory.
+# Left: names as users write them, normalised by `squeeze_name`. Right: the catalogue's name. A bare family name means
+# the variant in most training clusters: SXM boards, the largest memory.
 ALIASES = {
     "p100": "P100-16GB-SXM",
     "v100": "V100-32GB-SXM",
@@ -228,7 +231,7 @@ ALIASES = {
     "4090": "RTX-4090",
     "5090": "RTX-5090",
     "a6000": "RTX-A6000",
-    # As NVML prints them, after `squeeze_name` has dropped the vendor and the memory technology.
+    # As NVML reports them, after `squeeze_name` has dropped the vendor and the memory technology.
     "a100sxm440gb": "A100-40GB-SXM",
     "a100sxm480gb": "A100-80GB-SXM",
     "a10080gbpcie": "A100-80GB-PCIe",
@@ -248,7 +251,7 @@ _PRODUCT_LINES = re.compile(r"\b(tesla|geforce|instinct|quadro|habana)\b", re.IG
 
 
 def squeeze_name(name: str) -> str:
-    """A name without vendor, product line, case or punctuation, for comparing.
+    """Return a name without vendor, product line, case or punctuation, for comparison.
 
     >>> squeeze_name("NVIDIA GeForce RTX 4090"), squeeze_name("H100-80GB-SXM")
     ('rtx4090', 'h10080gbsxm')
@@ -257,18 +260,18 @@ def squeeze_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", short.lower())
 
 
-# How the numbers of a hardware file are named, scaled and bounded; one table per kind of record.
+# The keys of hardware files with their scale and bounds; one table per kind of record.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberField:
-    """One key of a file: the attribute it fills, what to multiply it by, and which values make sense."""
+    """One key of a file: the attribute it fills, the factor to SI units, and the values that make sense."""
 
     key: str
     attribute: str
     scale: float = 1.0
     least: float = 0.0
-    most: float = 1e6  # in the file's own unit
+    most: float = 1e6  # in the file's unit
     whole: bool = False
     required: bool = False
 
@@ -280,7 +283,7 @@ ACCELERATOR_FIELDS = (
     NumberField(key="peak_fp32_tflops", attribute="peak_fp32_flops", scale=1e12),
     NumberField(key="matmul_bf16_tflops", attribute="matmul_bf16_flops", scale=1e12),
     NumberField(key="matmul_fp8_tflops", attribute="matmul_fp8_flops", scale=1e12),
-    # What vendors print as GB of device memory is GiB: an "80 GB" H100 reports 81,559 MiB.
+    # Vendors write GiB of device memory as GB: an "80 GB" H100 reports 81,559 MiB.
     NumberField(key="memory_gib", attribute="memory_bytes", scale=GIB, least=1e-3, required=True),
     NumberField(key="memory_tb_per_s", attribute="memory_bytes_per_s", scale=1e12, least=1e-4, required=True),
     NumberField(key="link_gb_per_s", attribute="link_bytes_per_s", scale=1e9),
@@ -313,7 +316,7 @@ CLUSTER_FIELDS = (
 def read_numbers(
     record: Mapping[str, object], fields: Iterable[NumberField], where: Callable[[str], str]
 ) -> tuple[dict[str, float], list[Problem]]:
-    """Attributes in SI units from a record in file units, and every mistake in it."""
+    """Return attributes in SI units from a record in file units, and every mistake in it."""
     values: dict[str, float] = {}
     problems: list[Problem] = []
     for field in fields:
@@ -332,17 +335,17 @@ def read_numbers(
 
 
 def unknown_keys(keys: Iterable[str], known: Iterable[str], where: Callable[[str], str]) -> list[Problem]:
-    """A problem for every key that means nothing here, naming the near miss."""
+    """Return a problem for every unknown key, with the nearest known one."""
     choices = list(known)
     problems = []
     unknown = [key for key in keys if key not in choices]
     for key in unknown[:MOST_UNKNOWN]:
-        near = nearest(key, choices)
-        fix = f"did you mean {near}?" if near else f"known keys: {', '.join(choices)}"
+        suggestion = nearest(key, choices)
+        fix = f"did you mean {suggestion}?" if suggestion else f"known keys: {', '.join(choices)}"
         problems.append(Problem(where=where(key), what=f"unknown key {key[:100]}", fix=fix))
     if len(unknown) > MOST_UNKNOWN:
-        more = f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys"
-        problems.append(Problem(where=where(unknown[MOST_UNKNOWN]), what=more))
+        summary = f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys"
+        problems.append(Problem(where=where(unknown[MOST_UNKNOWN]), what=summary))
     return problems
 
 
@@ -356,13 +359,13 @@ def _cell_number(raw: object) -> float:
 
 
 def _cell_problem(field: NumberField, raw: object, number: float, where: Callable[[str], str]) -> Problem | None:
-    shown = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
+    setting = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
     if not math.isfinite(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a number", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is not a number", fix=_range_text(field))
     if field.whole and number != int(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a whole number", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is not a whole number", fix=_range_text(field))
     if not field.least <= number <= field.most:
-        return Problem(where=where(field.key), what=f"{shown} is out of range", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is out of range", fix=_range_text(field))
     return None
 
 
@@ -371,7 +374,7 @@ def _range_text(field: NumberField) -> str:
     return f"give {kind} from {field.least:,g} to {field.most:,.12g}"
 
 
-# Accelerators a person adds: the same columns as the shipped table, as CSV or as `[[accelerator]]` in TOML.
+# Accelerators that a user adds: the same columns as the shipped table, as CSV or as `[[accelerator]]` in TOML.
 
 
 COLUMNS = (*ACCELERATOR_TEXTS, *(field.key for field in ACCELERATOR_FIELDS))
@@ -381,7 +384,7 @@ Where = Callable[[str], str]
 
 
 def load_accelerators(path: Path) -> tuple[Accelerator, ...]:
-    """All accelerators of a user's file; every mistake in it is reported at once with file:line."""
+    """Return all accelerators of a user's file; raises UserError with every mistake in it, each with file:line."""
     if path.suffix == ".csv":
         records = list(_csv_records(read_text(path), path))
     elif path.suffix == ".toml":
@@ -392,12 +395,12 @@ def load_accelerators(path: Path) -> tuple[Accelerator, ...]:
 
 
 def parse_table(text: str, path: Path) -> tuple[Accelerator, ...]:
-    """Accelerators of a CSV text; `path` is only for messages."""
+    """Return the accelerators of a CSV text; `path` is used only in messages."""
     return _build_all(list(_csv_records(text, path)))
 
 
 def build_accelerator(record: Mapping[str, object], where: Where) -> tuple[Accelerator | None, list[Problem]]:
-    """One accelerator from one record in file units, or what is wrong with it."""
+    """Build one accelerator from one record in file units, or return the problems with it."""
     problems = unknown_keys(record, COLUMNS, where)
     numbers, complaints = read_numbers(record, ACCELERATOR_FIELDS, where)
     problems += complaints
@@ -416,15 +419,15 @@ def build_accelerator(record: Mapping[str, object], where: Where) -> tuple[Accel
 
 
 def _build_all(records: list[tuple[Mapping[str, object], Where]]) -> tuple[Accelerator, ...]:
-    built, problems = [], []
+    result, problems = [], []
     for record, where in records:
         accelerator, complaints = build_accelerator(record, where)
         problems += complaints
         if accelerator is not None:
-            built.append(accelerator)
+            result.append(accelerator)
     if problems:
         raise UserError(problems)
-    return tuple(built)
+    return tuple(result)
 
 
 def _csv_records(text: str, path: Path) -> Iterator[tuple[Mapping[str, object], Where]]:

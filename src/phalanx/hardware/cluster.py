@@ -1,4 +1,4 @@
-"""From what a person writes (`8xH100:16`, `H100:64`, `local`, a TOML file) to a Cluster."""
+"""Resolve a cluster specification (`8xH100:16`, `H100:64`, `local`, a TOML file) to a Cluster."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def resolve_cluster(
     ranks: int = 0,
     ranks_per_gpu: int = 1,
 ) -> Cluster:
-    """The Cluster a spec means; `base` is the folder relative paths start from, `ranks` splits a CPU machine.
+    """Return the Cluster that a spec describes.
 
-    `ranks_per_gpu` lets so many ranks of `local:N` share a GPU, as the environment may too (hardware.sharing).
+    `base` is the folder that relative paths start from, `ranks` splits a CPU machine. `ranks_per_gpu` lets as many
+    ranks of `local:N` share a GPU, as the environment may too (this_machine.allowed_ranks).
 
     `8xH100:16` is 16 fast domains of 8 devices; `H100:64` is 64 devices in domains as large as the device allows.
-    `local:4` is 4 GPUs of this machine, or 4 processes that share its cores; `local-cpu:4` the latter in any case.
+    `local:4` is 4 GPUs of this machine, or 4 processes that share its cores; `local-cpu:4` is always the latter.
 
     >>> resolve_cluster("8xH100:16").devices, resolve_cluster("H100:64").domains
     (128, 8)
@@ -55,20 +56,20 @@ def resolve_cluster(
     text = str(spec).strip()
     if not text:
         raise mistake("cluster", "the spec is empty", why="it must name what to run on", fix=FORMS)
-    here = LOCAL_SPEC.match(text)
-    if here:
-        # Discovery reads /proc and may load NVML: only a caller who asks for this machine pays for that.
+    local_match = LOCAL_SPEC.match(text)
+    if local_match:
+        # Discovery reads /proc and may load NVML, so it is imported only for specs of this machine.
         from phalanx.hardware.this_machine import local_cluster
 
-        ranks = int(here.group(2)) if here.group(2) else ranks
-        if here.group(2):
+        ranks = int(local_match.group(2)) if local_match.group(2) else ranks
+        if local_match.group(2):
             _check_counts(f"cluster {text[:60]!r}", {"ranks": ranks}, ranks)
         return local_cluster(
             environ=environ,
             profile=profile,
             ranks=ranks,
             files=files,
-            cpu=bool(here.group(1)),
+            cpu=bool(local_match.group(1)),
             ranks_per_gpu=ranks_per_gpu,
         )
     if text.endswith(".toml") or "/" in text:
@@ -78,19 +79,19 @@ def resolve_cluster(
 
 def _parse_spec(text: str, files: Sequence[Path], environ: Mapping[str, str] | None) -> Cluster:
     where = f"cluster {text[:60]!r}"
-    written = _DOMAINS.match(text)
-    if written:
-        per_domain, name, domains = int(written.group(1)), written.group(2), int(written.group(3) or 1)
+    domain_match = _DOMAINS.match(text)
+    if domain_match:
+        per_domain, name, domains = int(domain_match.group(1)), domain_match.group(2), int(domain_match.group(3) or 1)
         _check_counts(where, {"devices per domain": per_domain, "domains": domains}, per_domain * domains)
         accelerator = find_accelerator(name, files=files, environ=environ, where=where)
         _check_domain(where, accelerator, per_domain, domains)
         return _build_cluster(accelerator, per_domain, domains, text)
-    counted = _DEVICES.match(text)
-    if not counted or not re.search(r"[A-Za-z]", counted.group(1)):
+    device_match = _DEVICES.match(text)
+    if not device_match or not re.search(r"[A-Za-z]", device_match.group(1)):
         raise mistake(where, "is not a cluster", why="it must name a device and count in whole numbers", fix=FORMS)
-    devices = int(counted.group(2) or 1)
+    devices = int(device_match.group(2) or 1)
     _check_counts(where, {"devices": devices}, devices)
-    accelerator = find_accelerator(counted.group(1), files=files, environ=environ, where=where)
+    accelerator = find_accelerator(device_match.group(1), files=files, environ=environ, where=where)
     per_domain = min(devices, accelerator.domain_devices)
     if devices % per_domain:
         raise _uneven_hosts(where, accelerator, devices)
@@ -115,32 +116,36 @@ def _check_counts(where: str, counts: Mapping[str, int], devices: int) -> None:
 
 
 def _check_domain(where: str, accelerator: Accelerator, per_domain: int, domains: int) -> None:
-    fits = accelerator.domain_devices
-    if per_domain <= fits:
+    max_devices = accelerator.domain_devices
+    if per_domain <= max_devices:
         return
     devices = per_domain * domains
-    cure = f"{fits}x{accelerator.name}:{devices // fits}" if devices % fits == 0 else f"{fits}x{accelerator.name}:N"
+    corrected = (
+        f"{max_devices}x{accelerator.name}:{devices // max_devices}"
+        if devices % max_devices == 0
+        else f"{max_devices}x{accelerator.name}:N"
+    )
     raise mistake(
         where,
-        f"puts {per_domain} devices in one fast domain, but {accelerator.link} joins {fits} {accelerator.name}",
+        f"puts {per_domain} devices in one fast domain, but {accelerator.link} joins {max_devices} {accelerator.name}",
         why="devices beyond the domain talk over NICs, which are many times slower",
-        fix=f"write {cure}, or a cluster file with its own domain_devices",
+        fix=f"write {corrected}, or a cluster file with its own domain_devices",
     )
 
 
 def _uneven_hosts(where: str, accelerator: Accelerator, devices: int) -> UserError:
     fits = accelerator.domain_devices
-    below = devices - devices % fits
-    half = max(size for size in range(1, fits + 1) if devices % size == 0)
+    lower = devices - devices % fits
+    even = max(size for size in range(1, fits + 1) if devices % size == 0)
     return mistake(
         where,
         f"{devices} devices do not fill whole domains of {fits} {accelerator.name}",
         why="every fast domain of a cluster holds equally many devices",
-        fix=f"use {below} or {below + fits} devices, or write {half}x{accelerator.name}:{devices // half}",
+        fix=f"use {lower} or {lower + fits} devices, or write {even}x{accelerator.name}:{devices // even}",
     )
 
 
-# A cluster as a TOML file a person writes: every key optional except the accelerator and the number of domains.
+# A cluster as a TOML file: every key is optional except the accelerator and the number of domains.
 #
 # version = 1
 # name = "blue"
@@ -170,15 +175,16 @@ _TEXT_KEYS = ("version", "name", "accelerator", "usd_per_device_hour")
 
 
 def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> Cluster:
-    """The cluster a file describes; every mistake in it is reported at once with file:line."""
+    """Read the cluster that a file describes; raises UserError with every mistake in it, each with file:line."""
     file = read_toml(path)
     if "site" in file.table:
-        from phalanx.hardware.sites import cluster_of_sites  # which reads the spec of every site with this file
+        # Imported here because sites.py resolves the spec of every site with this module.
+        from phalanx.hardware.sites import cluster_of_sites
 
         return cluster_of_sites(file, files=files, environ=environ)
     data = file.table
-    known = [*_TEXT_KEYS, *(field.key for field in CLUSTER_FIELDS)]
-    problems = unknown_keys(data, known, lambda key: file.where(key))
+    known_keys = [*_TEXT_KEYS, *(field.key for field in CLUSTER_FIELDS)]
+    problems = unknown_keys(data, known_keys, lambda key: file.where(key))
     numbers, complaints = read_numbers(data, CLUSTER_FIELDS, lambda key: file.where(key))
     problems += complaints + _head_problems(file)
     price = _price_range(file, problems)
@@ -193,7 +199,7 @@ def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str
 
 
 def render_cluster(cluster: Cluster) -> str:
-    """A cluster file with every value written out, for a person to edit."""
+    """Return a cluster file with every value written out, for editing."""
     if cluster.sites:
         fix = f"edit {cluster.source}; phalanx cluster --toml SPEC writes the file of one site"
         raise mistake(cluster.name, "is a cluster of sites, whose file names other clusters", fix=fix)
@@ -204,7 +210,8 @@ def render_cluster(cluster: Cluster) -> str:
     ]
     for field in CLUSTER_FIELDS:
         value = getattr(cluster, field.attribute)
-        if value or field.key == "failures_per_host_day":  # a true 0 differs from "not said" only there
+        # only there 0 is a value of its own, different from "not given"
+        if value or field.key == "failures_per_host_day":
             lines.append(f"{field.key} = {_toml_value(value / field.scale if not field.whole else value)}")
     if cluster.price_usd_per_device_hour is not None:
         lines.append(f"usd_per_device_hour = [{', '.join(f'{usd:g}' for usd in cluster.price_usd_per_device_hour)}]")
@@ -224,7 +231,7 @@ def _toml_value(value: float) -> str:
 
 
 def _toml_string(text: str) -> str:
-    """As TOML; what is not printable by its number, for the file may go to a terminal."""
+    """Return text as a TOML string; unprintable characters are escaped, because the file may be shown in a terminal."""
     return '"' + "".join(f"\\{char}" if char in '"\\' else _toml_escape(char) for char in text) + '"'
 
 
@@ -249,9 +256,9 @@ def _price_range(file: TomlFile, problems: list[Problem]) -> tuple[float, float,
     raw = file.table.get("usd_per_device_hour")
     if raw is None:
         return None
-    parts = raw if isinstance(raw, list) else [raw] * 3
-    numbers = [float(part) for part in parts if isinstance(part, int | float) and not isinstance(part, bool)]
-    if len(parts) == 3 == len(numbers) and 0 <= numbers[0] <= numbers[1] <= numbers[2] <= 1e6:
+    values = raw if isinstance(raw, list) else [raw] * 3
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(values) == 3 == len(numbers) and 0 <= numbers[0] <= numbers[1] <= numbers[2] <= 1e6:
         return numbers[0], numbers[1], numbers[2]
     what = f"usd_per_device_hour = {str(raw)[:40]} is neither a price nor [low, middle, high] in rising order"
     fix = "write one number, such as 2.5, or three, such as [2.0, 2.5, 3.0]"

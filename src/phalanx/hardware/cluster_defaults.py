@@ -1,6 +1,6 @@
-"""What a cluster is taken to be where nobody said: links, latencies, memory; each with its source.
+"""Default values of a cluster's links, latencies, memory, power and price, each with its source.
 
-How often it fails: failures.py.
+Default failure rates are in failures.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ICI_LATENCY_S = 1e-6
 LOOPBACK_LATENCY_S = 0.8e-3
 LOOPBACK_BYTES_PER_S = 2.0 * GB
 
-# Bytes/s, one direction, for devices whose catalogue row has no figure, by the start of the link's name.
+# Bytes/s, one direction, for devices whose catalogue row has no value, by the start of the link's name.
 LINK_BYTES_PER_S = {
     "NVLink": 300 * GB,  # A100's NVLink3
     "XGMI": 150 * GB,  # MI210's three links, the slowest bridge AMD sells
@@ -37,11 +37,12 @@ LINK_BYTES_PER_S = {
     "PCIe3": 15.75 * GB,
     "loopback": LOOPBACK_BYTES_PER_S,
 }
-SLOWEST_LINK_BYTES_PER_S = 15.75 * GB  # PCIe 3.0 x16: any server since 2012 has it
+SLOWEST_LINK_BYTES_PER_S = 15.75 * GB  # PCIe 3.0 x16, which every server since 2012 has
 
 # Bytes/s per device, one direction, where the catalogue has no typical NIC.
 NIC_BYTES_PER_S = {
-    "google": 50e9 / 8,  # data-centre network of v5p: 50 Gb/s per chip (Google Cloud TPU documentation)
+    # Data-centre network of v5p: 50 Gb/s per chip (Google Cloud TPU documentation).
+    "google": 50e9 / 8,
     "generic": 10e9 / 8,  # a CPU server on 10 GbE
 }
 DEFAULT_NIC_BYTES_PER_S = 100e9 / 8 / 8  # one 100 Gb/s port shared by a host of eight cards
@@ -62,12 +63,13 @@ HOST_MEMORY_BYTES_PER_DEVICE = {
 }
 DEFAULT_HOST_MEMORY_BYTES_PER_DEVICE = 64 * GB
 
-# 856 W per H100 at the wall of a whole server against 700 W TDP, pre-training: MLPerf training v4.0 power results.
+# A whole H100 server takes 856 W per GPU at the wall, against 700 W TDP, in pre-training: MLPerf training v4.0 power
+# results.
 SERVER_POWER_OVER_TDP = 856 / 700
 
 
 def usual_link_latency_s(accelerator: Accelerator) -> float:
-    """Latency of one step inside the fast domain, by the kind of link."""
+    """Return the latency of one step inside the fast domain, by the kind of link."""
     if accelerator.link.startswith("PCIe"):
         return PCIE_LATENCY_S
     if accelerator.link == "ICI":
@@ -76,7 +78,7 @@ def usual_link_latency_s(accelerator: Accelerator) -> float:
 
 
 def usual_link_bytes_per_s(accelerator: Accelerator) -> float:
-    """The catalogue's link speed, or the usual one of that kind of link."""
+    """Return the catalogue's link speed, or the usual one of that kind of link."""
     if accelerator.link_bytes_per_s > 0:
         return accelerator.link_bytes_per_s
     for prefix, speed in LINK_BYTES_PER_S.items():
@@ -86,12 +88,12 @@ def usual_link_bytes_per_s(accelerator: Accelerator) -> float:
 
 
 def usual_nic_bytes_per_s(accelerator: Accelerator) -> float:
-    """The catalogue's NIC speed per device, or what such hosts usually have."""
+    """Return the catalogue's NIC speed per device, or the usual one of such hosts."""
     return accelerator.nic_bytes_per_s or NIC_BYTES_PER_S.get(accelerator.vendor, DEFAULT_NIC_BYTES_PER_S)
 
 
 def usual_host_memory_bytes(accelerator: Accelerator, host_devices: int) -> float:
-    """Memory of one host's CPUs."""
+    """Return the memory of one host's CPUs."""
     if accelerator.family == "cpu":
         return accelerator.memory_bytes * host_devices
     per_device = HOST_MEMORY_BYTES_PER_DEVICE.get(accelerator.family, DEFAULT_HOST_MEMORY_BYTES_PER_DEVICE)
@@ -99,7 +101,7 @@ def usual_host_memory_bytes(accelerator: Accelerator, host_devices: int) -> floa
 
 
 def usual_host_devices(accelerator: Accelerator, domain_devices: int) -> int:
-    """Devices per host when a fast domain holds `domain_devices`: whole hosts per domain, or whole domains per host."""
+    """Return the devices per host for a domain size: whole hosts per domain, or whole domains per host."""
     usual = accelerator.host_devices
     if domain_devices == accelerator.domain_devices and usual % domain_devices == 0:
         return usual
@@ -107,17 +109,22 @@ def usual_host_devices(accelerator: Accelerator, domain_devices: int) -> int:
 
 
 def usual_power_w_per_device(cluster: Cluster) -> float:
-    """Watts per device: as given, else TDP with the server around it (a CPU's alone); 0 where neither is known."""
-    around = 1.0 if cluster.accelerator.family == "cpu" else SERVER_POWER_OVER_TDP
-    power = cluster.power_w_per_device or cluster.accelerator.tdp_w * around
+    """Return watts per device: the given value, else TDP scaled to the whole server; 0 if neither is known.
+
+    A CPU's TDP is used without the rest of the server.
+    """
+    server_factor = 1.0 if cluster.accelerator.family == "cpu" else SERVER_POWER_OVER_TDP
+    power = cluster.power_w_per_device or cluster.accelerator.tdp_w * server_factor
     return power if math.isfinite(power) else 0.0
 
 
-# What an accelerator-hour costs to rent, from the shipped table of cloud prices.
+# Rental prices per accelerator-hour, from the shipped table of cloud prices.
 
 
 def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
-    """Cheapest, middle and dearest provider for an item (`A|B` pools two items), on demand; None when unlisted.
+    """Return the lowest, middle and highest on-demand price of an item; None if it is not in the table.
+
+    `A|B` pools two items.
 
     >>> usd_per_device_hour("tpu-v6e-8")
     (2.7, 2.7, 2.7)
@@ -126,12 +133,12 @@ def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
     if not offers:
         return None
     typical = [usual for _, usual in offers]
-    return min(least for least, _ in offers), statistics.median(typical), max(typical)
+    return min(lowest for lowest, _ in offers), statistics.median(typical), max(typical)
 
 
 @functools.cache
 def _cloud_offers() -> dict[str, list[tuple[float, float]]]:
-    """Per item, each provider's cheapest and median on-demand price; spot prices can be taken back, so not here."""
+    """Return each provider's cheapest and median on-demand price by item, without spot offers, which can be revoked."""
     offers: dict[str, list[tuple[float, float]]] = {}
     for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
         if row["kind"] == "price_usd_per_accel_hour":
@@ -140,7 +147,7 @@ def _cloud_offers() -> dict[str, list[tuple[float, float]]]:
     return offers
 
 
-# Put a Cluster together from the few numbers that are known and documented defaults for the rest.
+# Assemble a Cluster from the values that are known and documented defaults for the rest.
 
 
 def assemble_cluster(
@@ -164,7 +171,7 @@ def assemble_cluster(
     matmul_flops: float = 0.0,
     launch_s: float = 0.0,
 ) -> Cluster:
-    """A Cluster; 0 (None for failures, which may truly be 0) stands for "not said"."""
+    """Return a Cluster with defaults for what is not given: 0, or None for failures, which may really be 0."""
     per_host = host_devices or usual_host_devices(accelerator, domain_devices)
     if failures_per_host_day is None:
         failures_per_host_day = usual_failures_per_host_day(accelerator, per_host)

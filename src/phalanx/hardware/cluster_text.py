@@ -1,4 +1,4 @@
-"""A cluster as a page: devices, links, failures, price and power, each with where it comes from."""
+"""A cluster as a page of text: devices, links, failures, price and power, each with its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = list[tuple[str, str]]
 
 
 def cluster_page(cluster: Cluster) -> str:
-    """The page that `phalanx cluster` prints."""
+    """Return the page that `phalanx cluster` prints."""
     if cluster.sites:
         head = ("site", "devices", "up", "down", "round trip", "loss", "stays", "")
         rows = [head, *(_site_row(site) for site in cluster.sites)]
@@ -38,7 +38,7 @@ def _site_row(site: Site) -> tuple[str, ...]:
 
 
 def format_bit_rate(bytes_per_s: float) -> str:
-    """As links are sold.
+    """Return a rate in bits per second, the unit in which links are sold.
 
     >>> format_bit_rate(2.5e6), format_bit_rate(1.25e9)
     ('20 Mbit/s', '10 Gbit/s')
@@ -48,12 +48,12 @@ def format_bit_rate(bytes_per_s: float) -> str:
 
 
 def table_of(title: str, rows: Rows) -> str:
-    """A title and labelled lines."""
+    """Return a title and labelled lines."""
     return "\n".join([title, *text_table(rows, indent=2)])
 
 
 def cluster_rows(cluster: Cluster) -> Rows:
-    """The cluster as the planner sees it."""
+    """Return the rows of a cluster, as the planner sees it."""
     device = cluster.accelerator
     memory = format_gibibytes(cluster.host_memory_bytes)
     hosts = f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {memory} each"
@@ -80,13 +80,13 @@ def cluster_rows(cluster: Cluster) -> Rows:
 
 
 def _peak_text(device: Accelerator) -> str:
-    named = (
+    rates = (
         ("bf16", device.peak_bf16_flops),
         ("fp8", device.peak_fp8_flops),
         ("fp4", device.peak_fp4_flops),
         ("fp32", device.peak_fp32_flops),
     )
-    return ", ".join(f"{name} {format_flops(flops)}" for name, flops in named if flops)
+    return ", ".join(f"{name} {format_flops(flops)}" for name, flops in rates if flops)
 
 
 def _matmul_text(cluster: Cluster) -> str:
@@ -125,11 +125,11 @@ def _power_text(cluster: Cluster) -> str:
     watts = usual_power_w_per_device(cluster)
     if not watts:
         return "unknown: set power_w_per_device in a cluster file"
-    assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
-    kind = "given" if cluster.power_w_per_device else assumed
+    assumption = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
+    kind = "given" if cluster.power_w_per_device else assumption
     return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"
 
 
 def format_gibibytes(num_bytes: float) -> str:
-    """As memory is sold."""
+    """Return a size in GiB, the unit in which memory is sold."""
     return f"{num_bytes / GIB:,.4g} GiB"

@@ -1,4 +1,4 @@
-"""Look at this machine: /proc and /sys for processors, memory and network cards, NVML for GPUs.
+"""Discover this machine: /proc and /sys for processors, memory and network cards, NVML for GPUs.
 
 Works without GPUs, without NVML, inside containers, and (coarsely) on systems that have no /proc.
 """
@@ -17,11 +17,11 @@ from phalanx.hardware.types import Machine, Nic
 from phalanx.units import plural
 
 _PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-_NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63 rounded to a page for "unlimited"
+_NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63, rounded to a page, for "unlimited"
 
 
 def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine; `root` is where /proc and /sys are looked for (a test gives another)."""
+    """Return this machine; /proc and /sys are read under `root`, which tests replace."""
     env = os.environ if environ is None else environ
     cpuinfo = _read_text(root / "proc/cpuinfo")
     sockets, cores = _count_cores(cpuinfo)
@@ -45,7 +45,7 @@ def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # sysfs answers EINVAL for the speed of a card that is down
+    except OSError:  # sysfs returns EINVAL for the speed of a card that is down
         return ""
 
 
@@ -62,7 +62,7 @@ def _matching_paths(folder: Path, pattern: str) -> list[Path]:
 
 
 def _count_cores(cpuinfo: str) -> tuple[int, int]:
-    """Sockets and physical cores; hyper-threads of one core share its id."""
+    """Return the number of sockets and of physical cores; hyper-threads of one core share its id."""
     logical = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or os.cpu_count() or 1
     cores: set[tuple[str, str]] = set()
     for block in cpuinfo.split("\n\n"):
@@ -74,7 +74,7 @@ def _count_cores(cpuinfo: str) -> tuple[int, int]:
 
 
 def usable_cores(root: Path, cores: int) -> int:
-    """Cores this process may use: affinity and container limits counted in."""
+    """Return the number of cores this process may use, after affinity and container limits."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     quota = _cpu_quota(root)
     limit = math.floor(quota) if quota else allowed
@@ -82,7 +82,7 @@ def usable_cores(root: Path, cores: int) -> int:
 
 
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Where this process's limits may stand, in cgroup v2 and v1, from its own group up to the root."""
+    """Return the folders that may hold this process's limits (cgroup v2 and v1), from its own group up to the root."""
     folders: list[Path] = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, names, group = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
@@ -95,7 +95,7 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _cpu_quota(root: Path) -> float:
-    """CPUs a container may use at once; 0 when it is not limited."""
+    """Return the CPUs that a container may use at once; 0 if it is not limited."""
     quotas = []
     for folder in cgroup_folders(root, "cpu"):
         words = _read_text(folder / "cpu.max").split()
@@ -108,7 +108,7 @@ def _cpu_quota(root: Path) -> float:
 
 
 def memory_bytes(root: Path) -> int:
-    """Memory of the machine, or the lowest limit of the containers this process is in."""
+    """Return the memory of the machine, or the lowest limit of the containers this process is in."""
     match = re.search(r"^MemTotal:\s*(\d+) kB", _read_text(root / "proc/meminfo"), re.MULTILINE)
     total = int(match.group(1)) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [total]
@@ -141,7 +141,7 @@ def _find_nics(root: Path) -> tuple[Nic, ...]:
 
 
 def _unseen_gpus(root: Path, seen: GpuView) -> tuple[str, ...]:
-    """A note when PCI shows GPUs that no driver library told us about."""
+    """Return a note if PCI lists GPUs that no driver library reported."""
     if seen.gpus or seen.hidden:
         return ()
     counts: dict[str, int] = {}
@@ -150,11 +150,11 @@ def _unseen_gpus(root: Path, seen: GpuView) -> tuple[str, ...]:
             vendor = _PCI_VENDORS.get(_read_text(device / "vendor").strip(), "")
             if vendor:
                 counts[vendor] = counts.get(vendor, 0) + 1
-    cures = {
+    remedies = {
         "NVIDIA": "install the driver and pip install nvidia-ml-py to see them",
         "AMD": "name them, such as 8xMI300X, instead of local",
     }
     return tuple(
-        f"{plural(count, f'{vendor} GPU')} on PCIe cannot be queried: {cures[vendor]}"
+        f"{plural(count, f'{vendor} GPU')} on PCIe cannot be queried: {remedies[vendor]}"
         for vendor, count in counts.items()
     )

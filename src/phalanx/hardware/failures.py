@@ -1,10 +1,10 @@
-"""How often machines fail and how long a job takes to go on: published figures, and how far sites lie apart.
+"""Failure rates and recovery times: published figures, and how much they vary between sites.
 
-The one source of rates for the plan, the rules and the months (decision 0026). `data/failure_sites.csv` has a row per
-published figure. The usual rate of a device is that of one site; what another site will see is a lognormal spread over
-all sites, wide enough for a site that is not in the table: the 80 % interval of a new observation with Student's
-quantile, because the spread itself is estimated from few sites. benchmarks/site_spread.py leaves every site out in
-turn and counts how often its figures are covered.
+The plan, the rules and the simulation of months take their rates from this file only (decision 0026).
+`data/failure_sites.csv` has a row per published figure. The usual rate of a device is that of one site; the rate at
+another site is a lognormal spread over all sites, wide enough for a site that is not in the table: the 80 % interval
+of a new observation with Student's quantile, because the spread itself is estimated from few sites.
+benchmarks/site_spread.py leaves every site out in turn and counts how often its figures are covered.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 Kind = Literal["gpu", "tpu", "cpu"]
 
-COVERAGE = 0.80  # of sites that a range holds
+COVERAGE = 0.80  # share of sites that an interval contains
 EDGE_Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
-# Which site's rate a device is given by itself. RSC-1's hosts give the projected 1.8 h between failures at 16,384 GPUs.
+# The sites whose rates are the default of a device. RSC-1's hosts give the projected 1.8 h between failures at 16,384
+# GPUs.
 HOPPER_SITE, AMPERE_SITE = "Llama 3 405B", "Meta RSC-1"
 # Mean repair times of 22 Los Alamos systems lie between "less than an hour" and "more than a day" (Schroeder and
-# Gibson, DSN 2006). So many normal values span about 3.8 standard deviations.
+# Gibson, DSN 2006). The range of 22 normal values is about 3.8 standard deviations.
 REPAIR_LOG_SPREAD = math.log(24.0) / 3.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteFigure:
-    """One published figure. `value` failures of `devices` devices in `days`, or seconds of recovery.
+    """One published figure: `value` failures of `devices` devices in `days`, or seconds of recovery.
 
-    `share` is what part of all failures the count has, as of GPU failures alone.
+    `share` is the part of all failures that was counted, such as GPU failures alone.
     """
 
     site: str
@@ -53,38 +54,38 @@ class SiteFigure:
 
     @property
     def per_device_day(self) -> float:
-        """Failures of all kinds per device and day (of a CPU: per host)."""
+        """Failures of all kinds per device and day (for a CPU: per host)."""
         return self.value / self.share / (self.devices * self.days)
 
     @property
     def figure(self) -> float:
-        """What is compared between sites: failures per device and day, or seconds."""
+        """The value that is compared between sites: failures per device and day, or seconds."""
         return self.per_device_day if self.quantity == "failures" else self.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteSpread:
-    """Lognormal over sites. `log_spread` 0: the user's own figure, which has no spread."""
+    """A lognormal distribution over sites. `log_spread` is 0 for the user's own value, which has no spread."""
 
     median: float
     log_spread: float
     sites: int
 
     def quantile(self, share: float) -> float:
-        """The value that this share of sites stays below."""
+        """Return the value below which this share of sites lies."""
         if not self.log_spread:
             return self.median
         return self.median * math.exp(self.log_spread * statistics.NormalDist().inv_cdf(share))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The range of 80 % of sites."""
+        """The interval that contains 80 % of sites."""
         return self.quantile((1 - COVERAGE) / 2), self.quantile((1 + COVERAGE) / 2)
 
 
 @functools.cache
 def site_figures() -> tuple[SiteFigure, ...]:
-    """The whole table."""
+    """Return all rows of the table."""
     return tuple(
         SiteFigure(
             site=row["site"],
@@ -102,14 +103,14 @@ def site_figures() -> tuple[SiteFigure, ...]:
 
 
 def device_kind(accelerator: Accelerator) -> Kind:
-    """Whose failures a device shares: a GPU's stand for every accelerator but Google's."""
+    """Return the kind of device whose failure rates apply; every accelerator but Google's counts as a GPU."""
     if accelerator.family == "cpu":
         return "cpu"
     return "tpu" if accelerator.vendor == "google" else "gpu"
 
 
 def failures_per_host_day(accelerator: Accelerator, host_devices: int) -> float:
-    """Expected failures of one host per day where nobody gave a rate, growing with the devices in it.
+    """Return the expected failures of one host per day, by default proportional to the devices in it.
 
     >>> from phalanx.hardware.catalog import find_accelerator
     >>> f"{failures_per_host_day(find_accelerator('H100'), 8):.2g}"
@@ -119,18 +120,18 @@ def failures_per_host_day(accelerator: Accelerator, host_devices: int) -> float:
 
 
 def rate_source(accelerator: Accelerator) -> str:
-    """Where that rate comes from."""
-    one = _usual_figure(accelerator)
-    return f"{one.site} ({one.source})"
+    """Return the source of the default failure rate."""
+    figure = _usual_figure(accelerator)
+    return f"{figure.site} ({figure.source})"
 
 
 def _usual_figure(accelerator: Accelerator) -> SiteFigure:
     kind = device_kind(accelerator)
     site = AMPERE_SITE if accelerator.family == "ampere" else HOPPER_SITE
     return next(
-        one
-        for one in site_figures()
-        if one.quantity == "failures" and one.kind == kind and (kind != "gpu" or one.site == site)
+        figure
+        for figure in site_figures()
+        if figure.quantity == "failures" and figure.kind == kind and (kind != "gpu" or figure.site == site)
     )
 
 
@@ -139,10 +140,10 @@ def _units_per_host(accelerator: Accelerator, host_devices: int) -> int:
 
 
 def host_failure_spread(accelerator: Accelerator, host_devices: int, *, without: Collection[str] = ()) -> SiteSpread:
-    """Failures per host and day over sites; `without` names sites to leave out.
+    """Return failures per host and day over sites; `without` names sites to leave out.
 
-    TPUs and hosts without accelerators have one published figure each: the middle is theirs, and the spread is that of
-    GPU sites, wider by the doubt about a middle that one figure gives.
+    TPUs and hosts without accelerators have one published figure each: the median is that figure, and the spread is
+    that of GPU sites, widened by the uncertainty of a median from one figure.
     """
     kind, units = device_kind(accelerator), _units_per_host(accelerator, host_devices)
     gpus = _site_figures("failures", "gpu", without)
@@ -150,42 +151,47 @@ def host_failure_spread(accelerator: Accelerator, host_devices: int, *, without:
 
 
 def recovery_spread(*, without: Collection[str] = ()) -> SiteSpread:
-    """Seconds from a failure to the next step over sites whose jobs start again by themselves."""
-    found = _site_figures("recovery_s", "any", without)
-    return _predictive_spread(found, own=found, scale=1.0)
+    """Return seconds from a failure to the next step over sites whose jobs restart automatically."""
+    figures = _site_figures("recovery_s", "any", without)
+    return _predictive_spread(figures, own=figures, scale=1.0)
 
 
 def repair_spread(repair_s: float) -> SiteSpread:
-    """Seconds until a host is back: around the usual value, which has no published anchor."""
+    """Return seconds until a host is back, around the usual value, which has no published source."""
     return SiteSpread(median=repair_s, log_spread=REPAIR_LOG_SPREAD, sites=22)
 
 
 def known_rate(value: float) -> SiteSpread:
-    """The user's own figure: this site's, so nothing is left to spread."""
+    """Return the user's own value as a distribution without spread."""
     return SiteSpread(median=value, log_spread=0.0, sites=1)
 
 
 def _site_figures(quantity: str, kind: str, without: Collection[str] = ()) -> list[SiteFigure]:
-    return [one for one in site_figures() if one.quantity == quantity and one.kind == kind and one.site not in without]
+    return [
+        figure
+        for figure in site_figures()
+        if figure.quantity == quantity and figure.kind == kind and figure.site not in without
+    ]
 
 
 def _predictive_spread(figures: Sequence[SiteFigure], *, own: Sequence[SiteFigure], scale: float) -> SiteSpread:
-    """What one more figure will be: Student's prediction interval, as the lognormal with the same 80 % range.
+    """Return the distribution of one more figure: a lognormal with Student's 80 % prediction interval.
 
-    Every figure counts, not a mean for each site: two of one site lie as far apart as two sites (the hosts of RSC-1 and
-    its jobs of 1,024 GPUs by 3.6, ByteRobust's two ways to restart by 8), and a user's job is one figure.
+    Every figure counts, not a mean per site: two figures of one site differ as much as two sites (the hosts of RSC-1
+    and its jobs of 1,024 GPUs by a factor of 3.6, ByteRobust's two ways to restart by 8), and a user's job is one
+    figure.
     """
-    spread = statistics.stdev(math.log(one.figure) for one in figures)
+    spread = statistics.stdev(math.log(figure.figure) for figure in figures)
     width = student_quantile(len(figures) - 1) * spread * math.sqrt(1 + 1 / len(own))
     return SiteSpread(
-        median=scale * math.exp(statistics.fmean(math.log(one.figure) for one in own)),
+        median=scale * math.exp(statistics.fmean(math.log(figure.figure) for figure in own)),
         log_spread=width / EDGE_Z,
-        sites=len({one.site for one in own}),
+        sites=len({figure.site for figure in own}),
     )
 
 
 def student_quantile(degrees: int) -> float:
-    """Student's 90th percentile, by Fisher's expansion: right to a hundredth from 3 degrees of freedom on.
+    """Return Student's 90th percentile by Fisher's expansion, correct to 0.01 from 3 degrees of freedom on.
 
     >>> [round(student_quantile(degrees), 2) for degrees in (4, 8, 30)]
     [1.53, 1.4, 1.31]
@@ -200,18 +206,19 @@ def student_quantile(degrees: int) -> float:
 
 
 def llama_device_days() -> float:
-    """GPU-days behind Llama 3's counts of interruptions."""
-    one = next(one for one in site_figures() if one.site == HOPPER_SITE)
-    return one.devices * one.days
+    """Return the GPU-days behind Llama 3's counts of interruptions."""
+    figure = next(figure for figure in site_figures() if figure.site == HOPPER_SITE)
+    return figure.devices * figure.days
 
 
 def sample_sites(*spreads: SiteSpread, count: int) -> list[tuple[float, ...]]:
-    """Sites spread evenly over the quantiles of up to three independent spreads, without random numbers.
+    """Return sites spread evenly over the quantiles of up to three independent spreads, without random numbers.
 
     >>> [round(rate, 2) for rate, _ in sample_sites(known_rate(1.0), recovery_spread(), count=2)]
     [1.0, 1.0]
     """
-    # The first in strata; the others by Roberts' R2 sequence (powers of the plastic number), which fills the square.
+    # The first in strata; the rest by Roberts' R2 sequence (powers of the plastic number), which fills the square
+    # evenly.
     steps = (1.0 / count, 0.7548776662466927, 0.5698402909980532)
     return [
         tuple(
@@ -223,7 +230,7 @@ def sample_sites(*spreads: SiteSpread, count: int) -> list[tuple[float, ...]]:
 
 
 def middle_range(values: Sequence[float], share: float = COVERAGE) -> tuple[float, float]:
-    """The range that the middle share of values falls in.
+    """Return the range that contains the middle share of the values.
 
     >>> [round(bound, 9) for bound in middle_range([float(one) for one in range(11)])]
     [1.0, 9.0]
@@ -231,9 +238,9 @@ def middle_range(values: Sequence[float], share: float = COVERAGE) -> tuple[floa
     ordered = sorted(values)
 
     def at(quantile: float) -> float:
-        place = quantile * (len(ordered) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+        position = quantile * (len(ordered) - 1)
+        lower = math.floor(position)
+        upper = min(lower + 1, len(ordered) - 1)
+        return ordered[lower] + (position - lower) * (ordered[upper] - ordered[lower])
 
     return at((1 - share) / 2), at((1 + share) / 2)

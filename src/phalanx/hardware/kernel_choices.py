@@ -1,8 +1,8 @@
-"""What was measured of kernels on this machine, in the user's cache: which variant is fastest, and who won a search.
+"""Measurements of kernels on this machine, in the user's cache: the fastest variants, and the winners of searches.
 
-Two files, both without code: choices.json has the selector's choices (train/kernels/selector.py), winners.json the
-values that `phalanx evolve kernels` found for a template of ours. What is damaged, not ours or of another format counts
-as never measured; what cannot be written is not remembered.
+There are two files, neither with code: choices.json has the selector's choices (train/kernels/selector.py),
+winners.json the values that `phalanx evolve kernels` found for one of our templates. A file that is damaged, owned by
+another user or of another format counts as not measured; a measurement that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -26,34 +26,45 @@ CHOICES, WINNERS = "choices.json", "winners.json"
 
 
 def kernel_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where measurements are kept; None for a user without a home: the current folder may be a stranger's."""
+    """Return the folder of measurements; None without a home, because the current folder may belong to another user."""
     home = environ.get("HOME", "")
     cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
     return Path(cache) / "phalanx" / "kernels" if os.path.isabs(cache) else None
 
 
 def read_choices(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Choices by key (operation | sizes | type | device | versions)."""
+    """Return choices by key (operation | sizes | type | device | versions)."""
     return {key: entry for key, entry in _read_file(folder, CHOICES).items() if _is_choice(entry)}
 
 
 def write_choice(key: str, entry: Mapping[str, Any], folder: Path | None) -> None:
-    """Put a choice beside the others; the oldest give way."""
-    _write_file(folder, CHOICES, {**{one: old for one, old in read_choices(folder).items() if one != key}, key: entry})
+    """Add a choice to the stored ones; the oldest are dropped."""
+    _write_file(
+        folder,
+        CHOICES,
+        {**{old_key: old_entry for old_key, old_entry in read_choices(folder).items() if old_key != key}, key: entry},
+    )
 
 
 def read_winners(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Values of a template by key; whoever takes them checks that they are of its lists."""
+    """Return template values by key; the caller checks that they are among the template's options."""
     return {key: entry for key, entry in _read_file(folder, WINNERS).items() if isinstance(entry, dict)}
 
 
 def write_winner(key: str, genome: Mapping[str, Any], folder: Path | None) -> None:
-    """The same for the winner of a search."""
-    _write_file(folder, WINNERS, {**{one: old for one, old in read_winners(folder).items() if one != key}, key: genome})
+    """Add the winner of a search to the stored ones; the oldest are dropped."""
+    _write_file(
+        folder,
+        WINNERS,
+        {
+            **{old_key: old_genome for old_key, old_genome in read_winners(folder).items() if old_key != key},
+            key: genome,
+        },
+    )
 
 
 def chosen_variants(choices: Mapping[str, Mapping[str, Any]], *, device: str) -> dict[str, str]:
-    """By operation, what was chosen on devices whose name begins so.
+    """Return the chosen variants by operation, on devices whose name starts with `device`.
 
     >>> measured = {"rope | a=1 | bf16 | H200 x | v": {"variant": "triton"}, "rope | a=2 | bf16 | H200 x | v":
     ...     {"variant": "builtin"}, "rope | a=3 | bf16 | H200 x | v": {"variant": "triton"}}
@@ -62,14 +73,15 @@ def chosen_variants(choices: Mapping[str, Mapping[str, Any]], *, device: str) ->
     """
     counts: dict[str, Counter[str]] = {}
     for key, entry in choices.items():
-        parts = key.split(" | ")
-        if len(parts) == 5 and parts[3].startswith(device):
-            counts.setdefault(parts[0], Counter())[entry["variant"]] += 1
+        fields = key.split(" | ")
+        if len(fields) == 5 and fields[3].startswith(device):
+            counts.setdefault(fields[0], Counter())[entry["variant"]] += 1
     return {
         op: ", ".join(
-            name if len(found) == 1 else f"{name} {count} of {found.total()}" for name, count in found.most_common()
+            name if len(variant_counts) == 1 else f"{name} {count} of {variant_counts.total()}"
+            for name, count in variant_counts.most_common()
         )
-        for op, found in counts.items()
+        for op, variant_counts in counts.items()
     }
 
 
@@ -89,8 +101,8 @@ def _read_file(folder: Path | None, name: str) -> dict[str, Any]:
         return {}
     path = folder / name
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return {}
         stored = load_json(path, MOST_BYTES)
     except (OSError, ValueError):
@@ -103,7 +115,7 @@ def _read_file(folder: Path | None, name: str) -> dict[str, Any]:
 def _write_file(folder: Path | None, name: str, entries: Mapping[str, Any]) -> None:
     if folder is None:
         return
-    kept = dict(list(entries.items())[-MOST_KEPT:])
+    newest_entries = dict(list(entries.items())[-MOST_KEPT:])
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_text(folder / name, json.dumps({"format": FORMAT, "choices": kept}, indent=1))
+        replace_text(folder / name, json.dumps({"format": FORMAT, "choices": newest_entries}, indent=1))

@@ -1,6 +1,6 @@
-"""What a device does while it trains: how busy it is, the energy it takes, and how short of memory its host is.
+"""Meters of a training device: its activity, its energy, and the memory pressure of its host.
 
-Activity is the share of units that worked, never the share of time a kernel was merely resident.
+Activity is the share of units that worked, not the share of time in which a kernel was resident.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from phalanx.hardware.nvml import GpuMeter
 
 
 class Activity(Protocol):
-    """Something that can say how busy the device was since it was last asked."""
+    """The interface of an activity meter, which measures how busy a device was since the last call."""
 
     @property
     def source(self) -> str | None:
-        """How it is measured; None when it is not."""
+        """The method of measurement; None if the activity is not measured."""
 
     def share(self, ranks: int) -> float | None:
-        """From 0 to 1 since the last call, of this rank's part when `ranks` share the host; None where unknown."""
+        """Return the activity since the last call, from 0 to 1; None where unknown."""
 
 
 class NoActivity:
-    """Of a device that cannot be asked: readers fall back on MFU."""
+    """The meter of a device without activity counters; readers fall back on MFU."""
 
     source = None
 
     def share(self, ranks: int) -> float | None:
-        """Unknown."""
+        """Return None."""
         return None
 
 
 class CpuTime:
-    """CPU time of this process, all its threads, over the cores it may use: those of the host, shared fairly."""
+    """CPU time of this process with all its threads, relative to a fair share of the host's cores."""
 
     source = "cpu-time"
 
@@ -53,7 +53,7 @@ class CpuTime:
         self._last = clock(), used()
 
     def share(self, ranks: int) -> float | None:
-        """Never above 1, though a rank may take the cores that its neighbours leave idle."""
+        """Return the share since the last call, at most 1 even if the rank uses cores its neighbours leave idle."""
         (then_s, before_s), self._last = self._last, (self._clock(), self._used())
         wall_s = self._last[0] - then_s
         if wall_s <= 0:
@@ -62,10 +62,10 @@ class CpuTime:
 
 
 class SmActivity:
-    """Share of the streaming multiprocessors with at least one warp, averaged over the time since the last call.
+    """The share of streaming multiprocessors with at least one warp, averaged over the time since the last call.
 
-    NVML's GPU performance monitoring: Hopper and newer. Warps that wait count, so this is a ceiling of the useful work
-    and MFU its floor.
+    From NVML's GPU performance monitoring: Hopper and newer. Warps that wait count, so it is an upper bound of the
+    useful work, and MFU a lower bound.
     """
 
     source = "gpm-sm"
@@ -75,52 +75,52 @@ class SmActivity:
         self._last = meter.gpm_sample()
 
     def share(self, ranks: int) -> float | None:
-        """The device's own, also when several ranks share it."""
-        now = self._meter.gpm_sample()
-        if now is None:
-            return None  # the next answer covers this time too
-        before, self._last = self._last, now
+        """Return the share of the whole device, even if several ranks share it."""
+        sample = self._meter.gpm_sample()
+        if sample is None:
+            return None  # the next measurement covers this time too
+        before, self._last = self._last, sample
         if before is None:
             return None
-        percent = self._meter.sm_percent(before, now)
+        percent = self._meter.sm_percent(before, sample)
         self._meter.gpm_free(before)
         return None if percent is None else min(1.0, max(0.0, percent / 100))
 
 
 def gpu_activity(meter: GpuMeter) -> Activity:
-    """SM activity where the driver measures it, else none."""
+    """Return a meter of SM activity if the driver measures it, else one without values."""
     return SmActivity(meter) if meter.has_gpm() else NoActivity()
 
 
-# Joules a device has taken: from a counter of the hardware, else a stated estimate. Power is never integrated.
+# Joules that a device has taken: from a hardware counter, else a stated estimate. Power is never integrated.
 #
 # A polled power sensor misses most of what happens (on A100 and H100 it samples a quarter of the time,
 # arXiv:2312.02741); a counter misses nothing.
 
 
 class Energy(Protocol):
-    """A meter; each call says what was taken since the one before."""
+    """The interface of an energy meter, which measures the energy taken since the last call."""
 
     @property
     def source(self) -> str | None:
-        """Where it comes from; None when from nowhere."""
+        """The source of the values; None if there is none."""
 
     def taken_j(self, utilization: float | None) -> float | None:
-        """Joules since the last call (the first: since it was made); None where nothing can be said."""
+        """Return joules since the last call (at first: since the meter was created); None where unknown."""
 
 
 class NoEnergy:
-    """Of a device that nobody knows anything about."""
+    """The meter of a device without a known power."""
 
     source = None
 
     def taken_j(self, utilization: float | None) -> float | None:
-        """Unknown."""
+        """Return None."""
         return None
 
 
 class NvmlEnergy:
-    """The counter of an NVIDIA GPU (Volta and newer): the board, in mJ since the driver was loaded."""
+    """The counter of an NVIDIA GPU (Volta and newer): the board's energy, in mJ since the driver was loaded."""
 
     source = "nvml"
 
@@ -129,7 +129,7 @@ class NvmlEnergy:
         self._last_j = meter.energy_j()
 
     def taken_j(self, utilization: float | None) -> float | None:
-        """A counter that went back (the driver was reloaded) begins anew."""
+        """Return joules since the last call; None if the counter went back because the driver was reloaded."""
         before_j, now_j = self._last_j, self._meter.energy_j()
         if now_j is None:
             return None
@@ -140,11 +140,11 @@ class NvmlEnergy:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Zone:
     file: Path
-    range_uj: int  # where the counter starts over
+    range_uj: int  # the counter wraps around at this value
 
 
 class Rapl:
-    """Processor packages and their memory through the powercap files of Linux (Intel, and AMD since Zen)."""
+    """Processor packages and their memory through Linux' powercap files (Intel, and AMD since Zen)."""
 
     source = "rapl"
 
@@ -154,33 +154,34 @@ class Rapl:
 
     @classmethod
     def of(cls, root: Path) -> Rapl | None:
-        """The packages of this host; None without them, or when (as usual since 2020) only root may read them."""
+        """Return the packages of this host; None without them, or if (as usual since 2020) only root may read them."""
         zones = [_energy_zone(folder) for folder in _zone_folders(root / "sys/class/powercap")]
         readable = [zone for zone in zones if zone is not None and _read_number(zone.file) is not None]
         return cls(readable) if readable else None
 
     def taken_j(self, utilization: float | None) -> float | None:
-        """Right as long as it is asked more often than a counter starts over: after 20 minutes at 200 W."""
-        now = [_read_number(zone.file) for zone in self._zones]
+        """Return joules since the last call; correct if called before a counter wraps twice, 20 minutes at 200 W."""
+        values = [_read_number(zone.file) for zone in self._zones]
         parts = [
             (after - before) % zone.range_uj
-            for zone, before, after in zip(self._zones, self._last_uj, now, strict=True)
+            for zone, before, after in zip(self._zones, self._last_uj, values, strict=True)
             if before is not None and after is not None
         ]
-        self._last_uj = now
+        self._last_uj = values
         return sum(parts) / 1e6 if parts else None
 
 
 def _zone_folders(top: Path) -> list[Path]:
-    """Packages, and the memory beside them; cores and graphics are inside the package and would count twice."""
+    """Return the folders of packages and of their memory; cores and graphics are part of the package."""
     try:
         names = sorted(entry.name for entry in top.iterdir())
     except OSError:
         return []
     packages = [name for name in names if re.fullmatch(r"intel-rapl:\d+", name)]
     inside = [name for name in names if re.fullmatch(r"intel-rapl:\d+:\d+", name)]
-    wanted = [name for name in packages if not _zone_name(top / name).startswith("psys")]  # psys holds the packages
-    return [top / name for name in (*wanted, *(name for name in inside if _zone_name(top / name) == "dram"))]
+    # psys contains the packages
+    package_names = [name for name in packages if not _zone_name(top / name).startswith("psys")]
+    return [top / name for name in (*package_names, *(name for name in inside if _zone_name(top / name) == "dram"))]
 
 
 def _energy_zone(folder: Path) -> _Zone | None:
@@ -204,9 +205,9 @@ def _read_number(path: Path) -> int | None:
 
 
 class Estimate:
-    """The catalogue's power of the device times how busy it was; a device whose activity is unknown counts as busy.
+    """The catalogue's power of the device times its activity; a device with unknown activity counts as busy.
 
-    What an idle device draws is not in it: good for a rough sum of a run, not for comparing two settings.
+    The power of an idle device is not included: good for a rough sum of a run, not for comparing two settings.
     """
 
     source = "estimate"
@@ -216,56 +217,56 @@ class Estimate:
         self._last_s = clock()
 
     def taken_j(self, utilization: float | None) -> float | None:
-        """Joules of the time since the last call."""
+        """Return joules of the time since the last call."""
         then_s, self._last_s = self._last_s, self._clock()
         return self._power_w * (1.0 if utilization is None else utilization) * max(0.0, self._last_s - then_s)
 
 
 def gpu_energy(meter: GpuMeter, power_w: float) -> Energy:
-    """The GPU's counter, else an estimate from its power."""
+    """Return the meter of the GPU's counter, else an estimate from its power."""
     return NvmlEnergy(meter) if meter.energy_j() is not None else estimated_energy(power_w)
 
 
 def cpu_energy(power_w: float, root: Path = Path("/")) -> Energy:
-    """RAPL where it can be read, else an estimate from the power of this rank's cores."""
+    """Return a RAPL meter if it can be read, else an estimate from the power of this rank's cores."""
     return Rapl.of(root) or estimated_energy(power_w)
 
 
 def estimated_energy(power_w: float) -> Energy:
-    """An estimate from a known power, or nothing."""
+    """Return an estimate from a known power, or a meter without values."""
     return Estimate(power_w) if power_w > 0 else NoEnergy()
 
 
-# How short of memory this process is: what it holds, what it may hold, and how long it stalls for want of more.
+# Memory pressure of this process: how long it stalls for lack of memory, and how much it holds.
 
 
-# "some avg10=0.12 avg60=0.05 avg300=0.01 total=1234": per cent of the last 10 s in which some task stalled.
+# "some avg10=0.12 avg60=0.05 avg300=0.01 total=1234": percent of the last 10 s in which some task stalled.
 _STALL = re.compile(r"^some avg10=(\d{1,3}(?:\.\d+)?) ", re.MULTILINE)
-_MOST_CHARS = 1 << 16  # what these files hold is a few lines; more is not what we came for
+_MOST_CHARS = 1 << 16  # these files have a few lines; more is not the expected content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """Share of the last 10 s in which some task waited for memory, and of whom that is said."""
+    """The share of the last 10 s in which some task waited for memory, and the scope of that value."""
 
     share: float
     source: str  # "psi-cgroup": of this container; "psi-host": of the whole machine
 
 
 def memory_stall(root: Path = Path("/")) -> Stall | None:
-    """Pressure stall information of this process's own group, else of the machine; None where the kernel keeps none."""
+    """Return the memory stalls of this process's own group, else of the machine; None if the kernel has no counts."""
     files = [(folder / "memory.pressure", "psi-cgroup") for folder in cgroup_folders(root, "memory")[:1]]
     for path, source in (*files, (root / "proc/pressure/memory", "psi-host")):
-        found = _STALL.search(_read_text(path))
-        if found:
-            return Stall(share=min(1.0, float(found.group(1)) / 100), source=source)
+        match = _STALL.search(_read_text(path))
+        if match:
+            return Stall(share=min(1.0, float(match.group(1)) / 100), source=source)
     return None
 
 
 def anonymous_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that is this process's own: pages of files and libraries, which others share, do not count."""
-    found = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _read_text(root / "proc/self/status"), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else None
+    """Return this process's own memory, without pages of files and libraries, which other processes share."""
+    match = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _read_text(root / "proc/self/status"), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None
 
 
 def _read_text(path: Path) -> str:

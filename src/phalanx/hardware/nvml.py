@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML (package nvidia-ml-py, optional), else nvidia-smi. A broken driver is a note."""
+"""NVIDIA GPUs through NVML (package nvidia-ml-py, optional), else nvidia-smi. A broken driver becomes a note."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ANCESTORS = {0: "same board", 10: "PCIe switch", 20: "PCIe switches", 30: "PCIe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuView:
-    """What NVML shows: the GPUs, their paths, and why it shows none when it does not."""
+    """The GPUs that NVML reports, their paths, and the reason if it reports none."""
 
     gpus: tuple[Gpu, ...] = ()
     paths: tuple[GpuPath, ...] = ()
     notes: tuple[str, ...] = ()
-    hidden: bool = False  # CUDA_VISIBLE_DEVICES hides GPUs on purpose
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES hides GPUs
 
 
 def see_gpus(
@@ -41,14 +41,16 @@ def see_gpus(
     library: Any = None,
     ask: Callable[[], str] | None = None,
 ) -> GpuView:
-    """The GPUs; `visible` is CUDA_VISIBLE_DEVICES, `library` and `ask` stand in for pynvml and nvidia-smi in tests."""
+    """Return the GPUs; `visible` is CUDA_VISIBLE_DEVICES; tests replace NVML and nvidia-smi by `library` and `ask`."""
     nvml = library if library is not None else _load_library()
     if nvml is None:
         return _from_nvidia_smi(root, visible, (ask or _ask_nvidia_smi)())
     try:
         nvml.nvmlInit()
-    except Exception as error:  # NVMLError has no base class we may import; none of its kinds may stop us
-        missing = "not found" in str(error).lower()  # NVML Shared Library Not Found: no NVIDIA driver on this machine
+    # NVMLError has no base class that could be imported, and no error of the driver may stop the caller.
+    except Exception as error:
+        # NVML Shared Library Not Found: this machine has no NVIDIA driver.
+        missing = "not found" in str(error).lower()
         return GpuView() if missing else GpuView(notes=(f"the NVIDIA driver does not answer: {error}",))
     try:
         return _look_at_gpus(nvml, root, visible)
@@ -66,28 +68,28 @@ def _load_library() -> Any:
 
 
 def _ask_nvidia_smi() -> str:
-    """One CSV line per GPU from the driver's own program; empty when it is absent or fails."""
+    """Return one CSV line per GPU from the driver's program; empty if it is absent or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     columns = "index,uuid,name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,memory.used"
     command = [program, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def _from_nvidia_smi(root: Path, visible: str | None, text: str) -> GpuView:
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
-    found = {int(row[0]): row for row in rows if len(row) in (7, 8) and row[0].isdigit()}
-    chosen = visible_indices(visible, {index: row[1] for index, row in found.items()})
-    if not found:
+    rows_by_index = {int(row[0]): row for row in rows if len(row) in (7, 8) and row[0].isdigit()}
+    chosen = visible_indices(visible, {index: row[1] for index, row in rows_by_index.items()})
+    if not rows_by_index:
         return GpuView()
     note = "NVLink and PCIe paths are not shown: pip install nvidia-ml-py"
-    gpus = tuple(_smi_gpu(root, found[index]) for index in chosen)
-    return GpuView(gpus=gpus, notes=(note,), hidden=len(chosen) < len(found))
+    gpus = tuple(_smi_gpu(root, rows_by_index[index]) for index in chosen)
+    return GpuView(gpus=gpus, notes=(note,), hidden=len(chosen) < len(rows_by_index))
 
 
 def _smi_gpu(root: Path, row: list[str]) -> Gpu:
@@ -106,7 +108,7 @@ def _smi_gpu(root: Path, row: list[str]) -> Gpu:
 
 
 def _try_call(call: Any, *args: Any, default: Any) -> Any:
-    """NVML answers "not supported" for many questions on many boards; that is no failure."""
+    """Return the result of an NVML call, or `default`: many boards answer "not supported", which is not a failure."""
     try:
         return call(*args)
     except Exception:
@@ -127,7 +129,7 @@ def _look_at_gpus(nvml: Any, root: Path, visible: str | None) -> GpuView:
 
 
 def visible_indices(visible: str | None, uuids: dict[int, str]) -> list[int]:
-    """Which GPUs CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: the list ends at the first entry that is none.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: the list ends at the first invalid entry.
 
     >>> visible_indices("1,0", {0: "GPU-a", 1: "GPU-b"}), visible_indices("-1", {0: "GPU-a"})
     ([1, 0], [])
@@ -135,7 +137,7 @@ def visible_indices(visible: str | None, uuids: dict[int, str]) -> list[int]:
     if visible is None:
         return list(uuids)
     chosen: list[int] = []
-    for word in (part.strip() for part in visible.split(",")):
+    for word in (entry.strip() for entry in visible.split(",")):
         matches = [index for index, uuid in uuids.items() if word == str(index) or (word and uuid.startswith(word))]
         if len(matches) != 1 or matches[0] in chosen:
             break
@@ -193,14 +195,14 @@ def _decoded_text(value: Any) -> str:
 
 
 class GpuMeter:
-    """Counters of one GPU while a job runs. Every question may be answered by None: not supported, or not now."""
+    """Counters of one GPU while a job runs. Every method may return None: not supported, or not available now."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
     @classmethod
     def open(cls, uuid: str, *, library: Any = None) -> GpuMeter:
-        """The GPU with this UUID; without NVML, or without such a GPU, a meter that answers None to everything."""
+        """Return the meter of the GPU with this UUID; without NVML or such a GPU all its methods return None."""
         nvml = library if library is not None else _load_library()
         if nvml is None or _try_call(_is_initialised, nvml, default=None) is None:
             return cls(None, None)
@@ -208,27 +210,27 @@ class GpuMeter:
         return cls(None if handle is None else nvml, handle)
 
     def energy_j(self) -> float | None:
-        """Joules since the driver was loaded."""
-        taken_mj = self._ask_driver("nvmlDeviceGetTotalEnergyConsumption")
-        return None if taken_mj is None else float(taken_mj) / 1e3
+        """Return joules since the driver was loaded."""
+        energy_mj = self._ask_driver("nvmlDeviceGetTotalEnergyConsumption")
+        return None if energy_mj is None else float(energy_mj) / 1e3
 
     def temperature_c(self) -> float | None:
-        """Of the chip."""
+        """Return the temperature of the chip in °C."""
         value = self._ask_driver("nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
         return None if value is None else float(value)
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """Used by everybody on this GPU, and what it has."""
-        found = self._ask_driver("nvmlDeviceGetMemoryInfo")
-        return None if found is None else (int(found.used), int(found.total))
+        """Return the memory used by all processes on this GPU, and its total."""
+        memory = self._ask_driver("nvmlDeviceGetMemoryInfo")
+        return None if memory is None else (int(memory.used), int(memory.total))
 
     def has_gpm(self) -> bool:
-        """Whether the GPU measures its own activity: Hopper and newer."""
+        """Return whether the GPU measures its own activity: Hopper and newer."""
         support = self._ask_driver("nvmlGpmQueryDeviceSupport")
         return bool(support is not None and support.isSupportedDevice)
 
     def gpm_sample(self) -> Any:
-        """The counters now; two of them make a measurement. To be freed."""
+        """Return the present counters, of which two make a measurement; free them with `gpm_free`."""
         if self._nvml is None:
             return None
         sample = _try_call(lambda: self._nvml.nvmlGpmSampleAlloc(), default=None)
@@ -238,12 +240,13 @@ class GpuMeter:
         return sample
 
     def sm_percent(self, before: Any, after: Any) -> float | None:
-        """Share of multiprocessors with a warp between two samples, in per cent."""
+        """Return the percentage of multiprocessors that had a warp between two samples."""
         value = _try_call(_gpm_metric, self._nvml, before, after, default=None)
-        return value if value is not None and value == value else None  # NaN when nothing was counted
+        # NaN if nothing was counted.
+        return value if value is not None and value == value else None
 
     def gpm_free(self, sample: Any) -> None:
-        """Give a sample back."""
+        """Free a sample."""
         _try_call(lambda: self._nvml.nvmlGpmSampleFree(sample), default=None)
 
     def _ask_driver(self, question: str, *args: Any) -> Any:
@@ -263,12 +266,12 @@ def _take_sample(nvml: Any, handle: Any, sample: Any) -> bool:
 
 
 def _gpm_metric(nvml: Any, before: Any, after: Any) -> float:
-    asked = nvml.c_nvmlGpmMetricsGet_t()
-    asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
-    asked.numMetrics = 1
-    asked.sample1, asked.sample2 = before, after
-    asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-    nvml.nvmlGpmMetricsGet(asked)
-    if asked.metrics[0].nvmlReturn:
-        raise RuntimeError(f"NVML code {asked.metrics[0].nvmlReturn}")
-    return float(asked.metrics[0].value)
+    request = nvml.c_nvmlGpmMetricsGet_t()
+    request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = 1
+    request.sample1, request.sample2 = before, after
+    request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+    nvml.nvmlGpmMetricsGet(request)
+    if request.metrics[0].nvmlReturn:
+        raise RuntimeError(f"NVML code {request.metrics[0].nvmlReturn}")
+    return float(request.metrics[0].value)

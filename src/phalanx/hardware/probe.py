@@ -1,4 +1,4 @@
-"""Measure this machine, one worker process per device, then the disk; and keep the result as a small JSON file."""
+"""Measure this machine, with one worker process per device, then its disk; store the result as a small JSON file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.io.write_errors import write_failure
 from phalanx.units import MIB, format_bytes
 
 NUMPY_WORKER = "phalanx.hardware.probe_worker"
-MAX_RANKS = 16  # more processes than this only make the start longer; the rates per core no longer change
+MAX_RANKS = 16  # more processes only make the start longer; the rates per core do not change
 _GRACE_S = 30.0  # starting workers and importing their libraries, on a busy machine
 _DISK_BLOCK_BYTES = 16 * MIB
 _DISK_MOST_BYTES = 1024 * MIB
@@ -47,14 +47,14 @@ def probe(
     environ: Mapping[str, str],
     report: Report,
 ) -> MachineProfile:
-    """Measure for about `seconds`; raises SystemFailure when a worker fails."""
+    """Measure for about `seconds`; raises SystemFailure if a worker fails."""
     started = time.monotonic()
     results = _run_workers(worker, device=device, ranks=ranks, seconds=0.7 * seconds, environ=environ, report=report)
     disk_bytes_per_s = measure_disk(disk_folder, min(3.0, 0.15 * seconds), report)
     first = results[0]
     points = [(int(size), float(elapsed)) for size, elapsed in first["all_reduce"]]
     latency_s, bytes_per_s = fit_ring(points, ranks) if points else (0.0, 0.0)
-    # Two ranks on one core each get half of it; a profile speaks of a whole core.
+    # Two ranks on one core each get half of it; a profile has the rates of a whole core.
     crowding = max(1.0, ranks / machine.usable_cores) if device == "cpu" else 1.0
     by_size = _mean_by_size([result["matmul_by_size"] for result in results], crowding)
     return MachineProfile(
@@ -79,7 +79,7 @@ def probe(
 
 
 def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
-    """Latency α and bandwidth B of t = 2(n-1)α + 2(n-1)/n·S/B, by least squares on relative errors.
+    """Fit latency α and bandwidth B of t = 2(n-1)α + 2(n-1)/n·S/B by least squares on relative errors.
 
     >>> alpha, bandwidth = fit_ring([(1000, 2e-5 + 1e-6), (1000000, 2e-5 + 1e-3)], 2)
     >>> f"{alpha:.3g} {bandwidth:.3g}"
@@ -92,26 +92,28 @@ def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, fl
     determinant = aa * bb - ab * ab
     alpha = (a * bb - b * ab) / determinant if determinant > 1e-12 * aa * bb else 0.0
     beta = (aa * b - ab * a) / determinant if alpha > 0 else 0.0
-    if alpha <= 0 or beta <= 0:  # noise drowned one of the two: take each from the end where it rules
+    # The noise exceeds one of the two terms: take each from the end of the range where it dominates.
+    if alpha <= 0 or beta <= 0:
         alpha = min(points)[1] / steps
         beta = max(points)[1] / (share * max(points)[0])
     return alpha, 1 / beta
 
 
 def measure_disk(folder: Path, seconds: float, report: Report) -> float:
-    """Bytes/s of a sequential write that has reached the disk (fsync); 0 when the folder cannot be written."""
-    block = secrets.token_bytes(_DISK_BLOCK_BYTES)  # random, so that a compressing file system cannot cheat
-    written, start = 0, time.perf_counter()
+    """Return bytes/s of a sequential write that reached the disk (fsync); 0 if the folder cannot be written."""
+    # Random, so that a file system with compression does not write less.
+    block = secrets.token_bytes(_DISK_BLOCK_BYTES)
+    num_written, start = 0, time.perf_counter()
     try:
-        # The file has no name from the start: nothing stays behind, however this process ends.
+        # The file never has a name, so nothing is left in the folder, however this process ends.
         with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-            while written < _DISK_MOST_BYTES and time.perf_counter() - start < seconds:
-                written += stream.write(block) or 0
+            while num_written < _DISK_MOST_BYTES and time.perf_counter() - start < seconds:
+                num_written += stream.write(block) or 0
                 os.fsync(stream.fileno())
     except OSError as error:
         report(f"disk: not measured, {folder} cannot be written ({error.strerror or error})")
         return 0.0
-    rate = written / (time.perf_counter() - start)
+    rate = num_written / (time.perf_counter() - start)
     report(f"disk at {folder}: {format_bytes(rate)}/s")
     return rate
 
@@ -127,7 +129,7 @@ def _mean_by_size(tables: Sequence[Sequence[Sequence[float]]], scale: float) -> 
 def _run_workers(
     worker: str, *, device: str, ranks: int, seconds: float, environ: Mapping[str, str], report: Report
 ) -> list[dict[str, Any]]:
-    """Every rank's result, in order; all workers are gone when this returns or raises."""
+    """Return every rank's result, in order; all workers have ended when this returns or raises."""
     with tempfile.TemporaryDirectory(prefix="phalanx-probe-") as folder:
         (Path(folder) / "token").write_bytes(secrets.token_bytes(32))
         messages: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
@@ -154,7 +156,7 @@ def _workers(
             task = {"rank": rank, "ranks": ranks, "device": device, "folder": str(folder), "seconds": seconds}
             command = [sys.executable, "-m", worker, json.dumps(task)]
             with (folder / f"stderr.{rank}").open("wb") as errors:
-                # A session of its own: Ctrl-C reaches only the parent, which then ends the workers quietly.
+                # A separate session: Ctrl-C reaches only the parent, which then ends the workers quietly.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env,
                     start_new_session=True,
@@ -210,7 +212,7 @@ def _worker_failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFail
     return SystemFailure(Problem(where=where, what=what, why=last[:300], fix="try again, or with --engine numpy"))
 
 
-# What `phalanx probe` measured on a machine: a small versioned JSON file that later plans read.
+# The result of `phalanx probe` on a machine: a small versioned JSON file that later plans read.
 
 
 VERSION = 1
@@ -223,7 +225,7 @@ Quantity = Annotated[float, Bounds(ge=0, le=1e30)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineProfile:
-    """Measured rates of one device (a core or a GPU) while all devices of the machine work; 0 is "not measured"."""
+    """Measured rates of one device (a core or a GPU) while all devices of the machine work; 0 means not measured."""
 
     hostname: Text
     taken_at: Text  # ISO 8601, UTC
@@ -236,23 +238,23 @@ class MachineProfile:
     matmul_by_size: tuple[tuple[Size, Quantity], ...]  # (n, FLOP/s) of n x n x n
     memory_bytes_per_s: Quantity
     launch_s: Quantity
-    backend: Text  # "tcp", "gloo", "nccl" or "" when there was one device
+    backend: Text  # "tcp", "gloo", "nccl", or "" with a single device
     link_latency_s: Quantity
     link_bytes_per_s: Quantity
-    all_reduce: tuple[tuple[Size, Quantity], ...]  # (bytes, seconds) behind the two fitted figures
+    all_reduce: tuple[tuple[Size, Quantity], ...]  # (bytes, seconds) behind the two fitted values
     disk_bytes_per_s: Quantity
-    seconds: Quantity  # how long the probe took
+    seconds: Quantity  # duration of the probe
 
 
 def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
-    """Where this machine's profile is kept unless someone names another place."""
+    """Return the default path of this machine's profile."""
     home = environ.get("XDG_DATA_HOME") or os.path.join(environ.get("HOME") or ".", ".local", "share")
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", hostname).strip(".") or "localhost"
     return Path(home) / "phalanx" / "profiles" / f"{safe[:100]}.json"
 
 
 def save_profile(profile: MachineProfile, path: Path, *, folders: bool = False) -> None:
-    """Write the whole file or nothing; `folders` makes those that lead to it, for a place Phalanx chose itself."""
+    """Write the whole file or nothing; `folders` also creates its parent folders, for paths that Phalanx chose."""
     text = json_text({"version": VERSION, **json_values(profile)}, indent=1) + "\n"
     try:
         if folders:
@@ -265,14 +267,14 @@ def save_profile(profile: MachineProfile, path: Path, *, folders: bool = False) 
 
 
 def load_profile(path: Path) -> MachineProfile:
-    """The profile in a file; UserError when it is missing, damaged or from another version."""
-    again = "run phalanx probe again"
+    """Read the profile in a file; raises UserError if it is missing, damaged or from another version."""
+    fix_text = "run phalanx probe again"
     try:
         data = json.loads(read_text(path))
     except (ValueError, RecursionError):
-        raise mistake(str(path), "is not JSON", why="the profile is damaged", fix=again) from None
+        raise mistake(str(path), "is not JSON", why="the profile is damaged", fix=fix_text) from None
     if not isinstance(data, dict) or data.get("version") != VERSION:
-        found = data.get("version") if isinstance(data, dict) else None
-        raise mistake(str(path), f"has profile version {str(found)[:20]}, not {VERSION}", fix=again)
+        version = data.get("version") if isinstance(data, dict) else None
+        raise mistake(str(path), f"has profile version {str(version)[:20]}, not {VERSION}", fix=fix_text)
     values = {name: value for name, value in data.items() if name != "version"}
-    return from_json_values(MachineProfile, values, str(path), noun="profile", fix=again)
+    return from_json_values(MachineProfile, values, str(path), noun="profile", fix=fix_text)

@@ -1,7 +1,7 @@
-"""The worker of a probe: `python -m phalanx.hardware.probe_worker TASK` times one CPU core with numpy.
+"""The worker process of a probe: `python -m phalanx.hardware.probe_worker TASK` times one CPU core with numpy.
 
 `train/` has an engine for torch that `serve_probe` measures the same way. All-reduces run over a ring of processes on
-this machine, joined by TCP over 127.0.0.1.
+this machine, connected by TCP over 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN_BYTES = 32
 
 
 class Ring:
-    """Each rank sends to the next and receives from the one before; the folder holds their ports and a shared token."""
+    """A ring of ranks, each sending to the next and receiving from the previous; they meet through a folder."""
 
     def __init__(self, *, rank: int, ranks: int, folder: Path) -> None:
         self.rank = rank
@@ -59,7 +59,7 @@ class Ring:
             self._exchange_bytes(chunks[(self.rank + 1 - step) % self.ranks], chunks[(self.rank - step) % self.ranks])
 
     def _exchange_bytes(self, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
-        """Send and receive at once; doing one after the other would deadlock once socket buffers are full."""
+        """Send and receive at the same time; one after the other would deadlock once socket buffers are full."""
         to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
         while to_send or to_fill:
             readers = [self._previous] if to_fill else []
@@ -91,7 +91,7 @@ def _await_file(path: Path) -> str:
 
 
 def _accept_neighbour(listener: socket.socket, token: bytes) -> socket.socket:
-    """The neighbour, told from any other local program that happens to connect by the token it sends."""
+    """Return the connection of the neighbour, which the token distinguishes from other local programs that connect."""
     while True:
         peer, _ = listener.accept()
         peer.settimeout(_PATIENCE_S)
@@ -101,7 +101,7 @@ def _accept_neighbour(listener: socket.socket, token: bytes) -> socket.socket:
         peer.close()
 
 
-# The measurements of a probe, the same for every engine; runs inside a worker process, one per device.
+# The measurements of a probe, the same for every engine; they run in a worker process, one per device.
 #
 # A worker prints JSON lines: {"progress": text} while it works, then {"result": {...}}.
 
@@ -111,17 +111,17 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeTask:
-    """What one worker is told."""
+    """The task of one worker."""
 
     rank: int
     ranks: int
     device: str  # "cpu" or "cuda"
-    folder: str  # private to this probe; workers find each other here
+    folder: str  # private to this probe; workers find each other's ports here
     seconds: float  # for all measurements of the worker together
 
 
 class ProbeEngine(Protocol):
-    """One device's operations, each returned ready to be called and timed."""
+    """The operations of one device, each returned as a function that is ready to be timed."""
 
     name: str
     device_name: str
@@ -129,30 +129,30 @@ class ProbeEngine(Protocol):
     backend: str
 
     def matmul(self, size: int) -> Call:
-        """Multiply two square matrices."""
+        """Return a function that multiplies two square matrices."""
 
     def copy(self, num_bytes: int) -> Call:
-        """Copy a buffer in device memory."""
+        """Return a function that copies a buffer in device memory."""
 
     def small_op(self) -> Call:
-        """The smallest useful operation."""
+        """Return a function that runs the smallest useful operation."""
 
     def all_reduce(self, num_bytes: int) -> Call:
-        """Sum a buffer over all ranks."""
+        """Return a function that sums a buffer over all ranks."""
 
     def agree(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
 
     def sync(self) -> None:
-        """Wait until the device has done what was asked."""
+        """Wait until the device has completed all operations."""
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Disconnect from the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What is measured on a kind of device."""
+    """The sizes that are measured on a kind of device."""
 
     matmul: tuple[int, ...]
     copy_bytes: int
@@ -174,7 +174,7 @@ SIZES = {
 
 
 def serve_probe(make_engine: Callable[[ProbeTask], ProbeEngine]) -> int:
-    """Main of a worker process: its task is the only argument, its results go to stdout."""
+    """Run a worker process: its task is the only argument, its results go to stdout."""
     task = ProbeTask(**json.loads(sys.argv[1]))
     engine = make_engine(task)
     result = measure_engine(engine, task, SIZES[task.device], emit_message if task.rank == 0 else _ignore_progress)
@@ -184,18 +184,18 @@ def serve_probe(make_engine: Callable[[ProbeTask], ProbeEngine]) -> int:
 
 
 def emit_message(message: dict[str, object]) -> None:
-    """One line to the parent."""
+    """Print one line for the parent."""
     print(json.dumps(message), flush=True)
 
 
 def _ignore_progress(message: dict[str, object]) -> None:
-    """Only rank 0 reports progress."""
+    """Drop a progress message; only rank 0 reports progress."""
 
 
 def measure_engine(
     engine: ProbeEngine, task: ProbeTask, sizes: Sizes, report: Callable[[dict[str, object]], None]
 ) -> dict[str, object]:
-    """All figures of one worker; shares of the time: matmul a half, collectives a third, the rest small."""
+    """Return all values of one worker; matmuls take half of the time, collectives a third, the rest little."""
     matmul = []
     for size in sizes.matmul:
         elapsed = seconds_per_call(engine.matmul(size), engine.sync, 0.5 * task.seconds / len(sizes.matmul))
@@ -232,14 +232,15 @@ def _time_collectives(
 
 
 def _seconds_in_step(engine: ProbeEngine, call: Call, budget_s: float) -> float:
-    """Time of a collective: all ranks must call it equally often, so rank 0 says how often."""
-    first = min(_time_batch(call, engine.sync, 1) for _ in range(2))  # the first one also sets up buffers
+    """Return the time of a collective; all ranks must call it equally often, so rank 0 decides how often."""
+    # The first call also sets up buffers.
+    first = min(_time_batch(call, engine.sync, 1) for _ in range(2))
     count = engine.agree(max(1, min(1000, int(budget_s / 4 / max(first, 1e-7)))))
     return sorted(_time_batch(call, engine.sync, count) for _ in range(3))[1] / count
 
 
 def seconds_per_call(call: Call, sync: Call, budget_s: float) -> float:
-    """Median of three batches long enough to time well, within a budget (one call at least)."""
+    """Return the median of three batches that are long enough to time, within a budget (at least one call)."""
     _time_batch(call, sync, 1)
     count, elapsed = 1, _time_batch(call, sync, 1)
     while elapsed < budget_s / 8 and count < 1 << 20:
@@ -258,7 +259,7 @@ def _time_batch(call: Call, sync: Call, count: int) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-# Probe worker on one CPU core with numpy: `python -m phalanx.hardware.probe_worker TASK`.
+# The engine for one CPU core with numpy.
 
 
 class NumpyEngine:
@@ -274,30 +275,30 @@ class NumpyEngine:
         self._ring = Ring(rank=task.rank, ranks=task.ranks, folder=Path(task.folder)) if task.ranks > 1 else None
 
     def matmul(self, size: int) -> Call:
-        """Multiply two square matrices."""
+        """Return a function that multiplies two square matrices."""
         left, right = self._random.random((2, size, size), dtype=np.float32)
         out = np.empty((size, size), dtype=np.float32)
         return lambda: np.matmul(left, right, out=out)
 
     def copy(self, num_bytes: int) -> Call:
-        """Copy a buffer in memory."""
+        """Return a function that copies a buffer in memory."""
         source, target = np.ones(num_bytes // 4, dtype=np.float32), np.zeros(num_bytes // 4, dtype=np.float32)
         return lambda: np.copyto(target, source)
 
     def small_op(self) -> Call:
-        """Add two vectors of eight."""
+        """Return a function that adds two vectors of eight."""
         first, second = np.ones(8, dtype=np.float32), np.ones(8, dtype=np.float32)
         return lambda: first + second
 
     def all_reduce(self, num_bytes: int) -> Call:
-        """Sum a buffer over all ranks."""
+        """Return a function that sums a buffer over all ranks."""
         values = np.zeros(num_bytes // 4, dtype=np.float32)
         ring = self._ring
         assert ring is not None, "a single rank has no collectives"
         return lambda: ring.all_reduce(values)
 
     def agree(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         assert self._ring is not None, "a single rank has nobody to agree with"
         # One element per rank keeps every chunk of the ring non-empty; counts up to 2^24 are exact in fp32.
         values = np.full(self._ring.ranks, value if self._ring.rank == 0 else 0, dtype=np.float32)
@@ -305,7 +306,7 @@ class NumpyEngine:
         return int(values[0])
 
     def sync(self) -> None:
-        """Nothing is asynchronous here."""
+        """Do nothing: no operation is asynchronous here."""
 
     def close(self) -> None:
         """Leave the ring."""

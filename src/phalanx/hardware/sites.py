@@ -1,4 +1,4 @@
-"""A cluster of sites: `[[site]]` in a cluster file, each a cluster of its own behind a slow link.
+"""A cluster of sites: `[[site]]` in a cluster file, each a whole cluster behind a slow link.
 
 version = 1
 name = "two-cities"
@@ -10,9 +10,9 @@ up_mbit_s = 500           # of the whole site
 down_mbit_s = 1000
 latency_ms = 40           # round trip to the other sites
 loss = 0.001              # share of packets that are lost; optional
-client_only = false       # true: nobody can connect to it (NAT); optional
+client_only = false       # true: it accepts no connections (NAT); optional
 congestion = "cubic"      # or "bbr", which does not slow down for loss: net.ipv4.tcp_congestion_control; optional
-session_h = 4             # mean hours it stays, for `phalanx sim --days`; optional, and for ever when left out
+session_h = 4             # mean hours it stays, for `phalanx sim --days`; optional, for ever by default
 absence_h = 1             # mean hours it is away between sessions
 """
 
@@ -32,7 +32,7 @@ from phalanx.units import HOUR_S
 
 MBIT = 1e6 / 8
 NUMBERS = (
-    # 1 kbit/s: below it a number is likelier a mistake in the unit than a link.
+    # 1 kbit/s: a smaller number is more likely a mistake in the unit than a link.
     NumberField(key="up_mbit_s", attribute="up_bytes_per_s", scale=MBIT, least=1e-3, most=1e7, required=True),
     NumberField(key="down_mbit_s", attribute="down_bytes_per_s", scale=MBIT, least=1e-3, most=1e7, required=True),
     NumberField(key="latency_ms", attribute="latency_s", scale=1e-3, most=60_000, required=True),
@@ -48,7 +48,7 @@ EXAMPLE = 'name = "amsterdam", devices = "8xH100:1", up_mbit_s = 500, down_mbit_
 def cluster_of_sites(
     file: TomlFile, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None
 ) -> Cluster:
-    """The cluster that a file with `[[site]]` describes; every mistake in it is reported at once with file:line."""
+    """Read the cluster of a file with `[[site]]`; raises UserError with every mistake, each with file:line."""
     table, entries = file.table, file.table["site"]
     fix = 'write it into a cluster file of its own and name that: devices = "blue.toml"'
     problems = [
@@ -56,8 +56,12 @@ def cluster_of_sites(
         for key in table
         if key in ("accelerator", "domains", "domain_devices", "host_devices")
     ]
-    told = {problem.where for problem in problems}
-    problems += [one for one in unknown_keys(table, HEAD, lambda key: file.where(key)) if one.where not in told]
+    reported_places = {problem.where for problem in problems}
+    problems += [
+        problem
+        for problem in unknown_keys(table, HEAD, lambda key: file.where(key))
+        if problem.where not in reported_places
+    ]
     version, name = table.get("version", 1), table.get("name", file.path.stem)
     if version != 1 or isinstance(version, bool):
         what = f"version = {str(version)[:20]} is not one this Phalanx reads"
@@ -73,7 +77,7 @@ def cluster_of_sites(
     sites: list[Site] = []
     for number, entry in enumerate(entries[:MAX_SITES]):
         site, complaints = _read_site(file, number, entry, files=files, environ=environ)
-        if site is not None and site.name in {one.name for one in sites}:
+        if site is not None and site.name in {problem.name for problem in sites}:
             what, fix = f"two sites are named {site.name!r}", "give each its own name: tables and records go by it"
             complaints.append(Problem(where=file.where("site", number, "name"), what=what, fix=fix))
         elif site is not None:
@@ -96,7 +100,7 @@ def _read_site(
     files: Sequence[Path],
     environ: Mapping[str, str] | None,
 ) -> tuple[Site | None, list[Problem]]:
-    """One site, or what is wrong with it."""
+    """Read one site, or return the problems with it."""
     from phalanx.hardware.cluster import resolve_cluster
 
     def where(key: str) -> str:
@@ -126,13 +130,15 @@ def _read_site(
         return None, problems
     try:
         if spec.strip().endswith(".toml") and "site" in read_toml(file.path.parent / spec.strip()).table:
-            # Before it is read as a cluster: a file that names itself would never end.
+            # Checked before it is read as a cluster: a file that names itself would recurse without end.
             what = f"devices = {spec[:60]!r} has sites of its own"
             return None, [*problems, Problem(where=where("devices"), what=what, fix="list all sites in one file")]
         cluster = resolve_cluster(spec, base=file.path.parent, files=files, environ=environ)
     except UserError as error:
-        # The spec's own message, at the line that holds the spec unless it is about another file.
-        problems += [dataclasses.replace(one, where=f"{where('devices')}: {one.where}") for one in error.problems]
+        # The spec's own message, at the line of the spec, unless it is about another file.
+        problems += [
+            dataclasses.replace(problem, where=f"{where('devices')}: {problem.where}") for problem in error.problems
+        ]
         return None, problems
     if problems:
         return None, problems

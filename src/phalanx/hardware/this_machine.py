@@ -1,4 +1,4 @@
-"""This machine as a Cluster: one device per GPU, or per core when there is none, with what the probe measured."""
+"""This machine as a Cluster: one device per GPU, or per core without GPUs, with the rates the probe measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_cluster(
     cpu: bool = False,
     ranks_per_gpu: int = 1,
 ) -> Cluster:
-    """This machine, looked at now; with `cpu` as if it had no GPUs."""
+    """Discover this machine now and return it as a Cluster; with `cpu` as if it had no GPUs."""
     env = os.environ if environ is None else environ
     machine = discover(environ=env)
     if cpu:
@@ -45,18 +45,21 @@ def machine_cluster(
     files: Sequence[Path] = (),
     ranks_per_gpu: int = 1,
 ) -> Cluster:
-    """A machine as a Cluster; `ranks` is how many of its GPUs, or processes that share its cores (0: all of them).
+    """Return a machine as a Cluster.
 
-    `ranks_per_gpu` ranks may share a GPU: each is then a device with its share of that GPU's memory and speed.
+    `ranks` is the number of its GPUs to use, or of processes that share its cores (0: all of them). `ranks_per_gpu`
+    ranks may share a GPU: each is then a device with its share of that GPU's memory and speed.
     """
     if not 0 <= ranks <= MAX_WORKERS:
         raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_WORKERS}, or 0 for one per core")
     measured, remark = _measured_profile(machine, environ, profile)
     if machine.gpus:
         allowed = allowed_ranks(ranks_per_gpu, environ)
-        shared = -(-ranks // len(machine.gpus)) if len(machine.gpus) < ranks <= allowed * len(machine.gpus) else 1
-        if shared > 1:
-            cluster = _shared_cluster(_gpu_cluster(machine, environ, files), ranks, shared)
+        sharing_ranks = (
+            -(-ranks // len(machine.gpus)) if len(machine.gpus) < ranks <= allowed * len(machine.gpus) else 1
+        )
+        if sharing_ranks > 1:
+            cluster = _shared_cluster(_gpu_cluster(machine, environ, files), ranks, sharing_ranks)
         else:
             cluster = _gpu_cluster(_first_gpus(machine, ranks), environ, files)
     else:
@@ -67,14 +70,14 @@ def machine_cluster(
             reported = f"steps measured on {taken_at[:10]}"
             remark = reported if measured is None else f"{remark}; {reported}"
         cluster = dataclasses.replace(cluster, cpu=rates)
-    source = "; ".join(part for part in (cluster.source, remark) if part)
+    source = "; ".join(text for text in (cluster.source, remark) if text)
     name = f"{cluster.name}:{ranks}" if ranks else cluster.name
     cores_per_rank = 1.0 if machine.gpus else machine.usable_cores / cluster.devices
     return _apply_profile(dataclasses.replace(cluster, name=name, source=source), measured, cores_per_rank)
 
 
 def _first_gpus(machine: Machine, ranks: int) -> Machine:
-    """The machine with its first `ranks` GPUs (0: all of them)."""
+    """Return the machine with its first `ranks` GPUs (0: all of them)."""
     count = len(machine.gpus)
     if ranks > count:
         raise mistake(
@@ -88,23 +91,23 @@ def _first_gpus(machine: Machine, ranks: int) -> Machine:
 
 
 def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
-    """`ranks` devices on fewer GPUs: each has its share of a GPU, and what passes between them is copied inside it."""
-    whole = cluster.accelerator
-    part = dataclasses.replace(
-        whole,
-        peak_bf16_flops=whole.peak_bf16_flops / shared,
-        peak_fp8_flops=whole.peak_fp8_flops / shared,
-        peak_fp4_flops=whole.peak_fp4_flops / shared,
-        peak_fp32_flops=whole.peak_fp32_flops / shared,
-        memory_bytes=whole.memory_bytes / shared,
-        memory_bytes_per_s=whole.memory_bytes_per_s / shared,
+    """Return `ranks` devices on fewer GPUs, each with its share of a GPU; their traffic is copied within the GPU."""
+    gpu = cluster.accelerator
+    share = dataclasses.replace(
+        gpu,
+        peak_bf16_flops=gpu.peak_bf16_flops / shared,
+        peak_fp8_flops=gpu.peak_fp8_flops / shared,
+        peak_fp4_flops=gpu.peak_fp4_flops / shared,
+        peak_fp32_flops=gpu.peak_fp32_flops / shared,
+        memory_bytes=gpu.memory_bytes / shared,
+        memory_bytes_per_s=gpu.memory_bytes_per_s / shared,
         domain_devices=ranks,
         host_devices=ranks,
-        tdp_w=whole.tdp_w / shared,
+        tdp_w=gpu.tdp_w / shared,
     )
     return assemble_cluster(
         name=cluster.name,
-        accelerator=part,
+        accelerator=share,
         domain_devices=ranks,
         domains=1,
         host_devices=ranks,
@@ -117,7 +120,7 @@ def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
 def _measured_profile(
     machine: Machine, environ: Mapping[str, str], named: Path | None
 ) -> tuple[MachineProfile | None, str]:
-    """The profile that fits this machine, and a remark for the cluster's source; a named one must be readable."""
+    """Return the profile for this machine and a remark on it; raises UserError if a named one cannot be read."""
     text = environ.get("PHALANX_PROFILE", "")
     explicit = named or (Path(text) if text else None)
     path = explicit or usual_path(machine.hostname, environ)
@@ -136,7 +139,7 @@ def _measured_profile(
 
 
 def _apply_profile(cluster: Cluster, profile: MachineProfile | None, cores_per_rank: float) -> Cluster:
-    """The cluster with measured rates; the probe gives each rank one core, so a rank with two is twice as fast."""
+    """Return the cluster with measured rates; they are those of one core, so a rank with two is twice as fast."""
     if profile is None:
         return cluster
     matmul_flops = profile.matmul_flops * cores_per_rank
@@ -144,7 +147,7 @@ def _apply_profile(cluster: Cluster, profile: MachineProfile | None, cores_per_r
         cluster,
         accelerator=_measured_device(cluster.accelerator, profile, cores_per_rank),
         matmul_flops=matmul_flops,
-        # The cost of a numpy call says nothing about the training framework's, so only torch's is passed on.
+        # The cost of a numpy call does not predict the training framework's, so only torch's is used.
         launch_s=profile.launch_s if profile.engine.startswith("torch") else 0.0,
         link_bytes_per_s=profile.link_bytes_per_s or cluster.link_bytes_per_s,
         link_latency_s=profile.link_latency_s or cluster.link_latency_s,
@@ -153,7 +156,7 @@ def _apply_profile(cluster: Cluster, profile: MachineProfile | None, cores_per_r
 
 
 def _measured_device(accelerator: Accelerator, profile: MachineProfile, cores_per_rank: float) -> Accelerator:
-    """A CPU's catalogue row is one AVX2 core; a measurement above it (AVX-512) shows the true peak is higher."""
+    """Return a CPU with its peaks raised to the measured rate, which AVX-512 may lift above the catalogue's AVX2."""
     if profile.device != "cpu":
         return accelerator
     flops = profile.matmul_flops * cores_per_rank
@@ -197,9 +200,11 @@ def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[P
         fix = "choose equal ones with CUDA_VISIBLE_DEVICES"
         raise mistake("local", f"has unlike GPUs: {', '.join(names)}", why="ranks move in lockstep", fix=fix)
     count = len(machine.gpus)
-    known = find_accelerator(names[0], files=files, environ=environ, where="local")
+    catalogue_device = find_accelerator(names[0], files=files, environ=environ, where="local")
     memory = min(gpu.memory_bytes for gpu in machine.gpus)
-    device = dataclasses.replace(_with_links(known, machine), memory_bytes=memory or known.memory_bytes)
+    device = dataclasses.replace(
+        _with_links(catalogue_device, machine), memory_bytes=memory or catalogue_device.memory_bytes
+    )
     return assemble_cluster(
         name="local",
         accelerator=device,
@@ -213,7 +218,7 @@ def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[P
 
 
 def _with_links(known: Accelerator, machine: Machine) -> Accelerator:
-    """The device with the links its driver shows; the catalogue's when the driver could not be asked."""
+    """Return the device with the links its driver reports, or the catalogue's if the driver could not be queried."""
     if any(gpu.nvlinks < 0 for gpu in machine.gpus):
         return known
     nvlink = min(gpu.nvlink_bytes_per_s for gpu in machine.gpus)
@@ -225,13 +230,13 @@ def _with_links(known: Accelerator, machine: Machine) -> Accelerator:
 
 
 def _nic_bytes_per_s(machine: Machine, devices: int) -> float:
-    """Network speed per device; an InfiniBand or RoCE card also shows as an Ethernet one, so count only one kind."""
+    """Return the network speed per device; an InfiniBand or RoCE card also shows as Ethernet, so one kind counts."""
     fabric = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "infiniband")
     ethernet = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "ethernet")
     return max(fabric, ethernet) / devices
 
 
-# Whether several ranks may share one GPU: only where somebody said so, in the job, by an option or in the environment.
+# Several ranks may share one GPU only where the job, an option or the environment allows it.
 #
 # They share its cores and its memory, so nothing becomes faster. It is for proofs and drills on fewer GPUs than ranks.
 
@@ -240,7 +245,7 @@ VARIABLE = "PHALANX_RANKS_PER_GPU"
 
 
 def allowed_ranks(written: int, environ: Mapping[str, str]) -> int:
-    """Ranks that may share a GPU: the larger of the job's train.ranks_per_gpu and the environment's word.
+    """Return how many ranks may share a GPU: the larger of the job's train.ranks_per_gpu and the environment variable.
 
     >>> allowed_ranks(1, {}), allowed_ranks(1, {"PHALANX_RANKS_PER_GPU": "4"}), allowed_ranks(8, {})
     (1, 4, 8)

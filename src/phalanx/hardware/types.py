@@ -1,4 +1,4 @@
-"""Devices, machines and clusters as plain values; where they come from is the business of the other files here."""
+"""Devices, machines and clusters as plain values; the other files of this package create them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Quantity = Annotated[float, Bounds(ge=0)]  # finite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
-    """One device: peaks as the vendor states them (dense), and the best matmul anyone measured.
+    """One device: peak rates as the vendor states them (dense), and the best matmul rate that was measured.
 
     Rates are FLOP/s and bytes/s; 0 means the device does not support that precision or the figure is unknown.
     """
@@ -28,7 +28,7 @@ class Accelerator:
     peak_fp8_flops: Quantity
     peak_fp4_flops: Quantity
     peak_fp32_flops: Quantity
-    matmul_bf16_flops: Quantity  # best measured; 0 when nobody published one
+    matmul_bf16_flops: Quantity  # best measured; 0 if none is published
     matmul_fp8_flops: Quantity
     memory_bytes: Quantity
     memory_bytes_per_s: Quantity
@@ -45,7 +45,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cluster:
-    """What there is to run on: `domains` fast domains of `domain_devices` equal devices, joined by NICs.
+    """A cluster: `domains` fast domains of `domain_devices` equal devices, joined by NICs.
 
     >>> import phalanx
     >>> cluster = phalanx.cluster("8xH100:4")
@@ -71,15 +71,15 @@ class Cluster:
     pue: Quantity = 0.0  # 0 takes the planner's default
     grid_gco2_per_kwh: Quantity = 0.0
     disk_bytes_per_s: Quantity = 0.0  # checkpoint bandwidth per host; 0 takes the planner's default
-    matmul_flops: Quantity = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's figure
+    matmul_flops: Quantity = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's value
     launch_s: Quantity = 0.0  # measured cost of one small operation; 0 uses the framework profile
-    cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
+    cpu: CpuRates | None = None  # of measured cores, whose steps hardware/cpu_steps.py predicts
     source: str = ""
     sites: tuple[Site, ...] = ()  # joined by slow links; everything above is then the first site's
     JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sites",)
 
     def __str__(self) -> str:
-        """The page that `phalanx cluster` prints."""
+        """Return the page that `phalanx cluster` prints."""
         from phalanx.hardware.cluster_text import cluster_page
 
         return cluster_page(self)
@@ -94,37 +94,40 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """All devices of the cluster."""
+        """The number of devices of the cluster."""
         return self.domain_devices * self.domains
 
     @property
     def hosts(self) -> int:
-        """Machines that can fail on their own."""
+        """The number of hosts, machines that fail independently of each other."""
         return max(1, self.devices // max(1, self.host_devices))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """One end of the slow links: a whole cluster, and its way to the internet.
+    """One end of the slow links: a whole cluster, and its connection to the internet.
 
-    Two sites talk at the slower of the sender's upload and the receiver's download, with the longer round trip and the
-    higher loss of the two.
+    Two sites exchange data at the slower of the sender's upload and the receiver's download, with the longer round
+    trip and the higher loss of the two.
     """
 
     name: str
-    cluster: Cluster  # without sites of its own
+    cluster: Cluster  # a cluster without sites
     up_bytes_per_s: Annotated[float, Bounds(gt=0)]
     down_bytes_per_s: Annotated[float, Bounds(gt=0)]
     latency_s: Quantity = 0.0  # round trip to the other sites
     loss: Annotated[float, Bounds(ge=0, le=0.5)] = 0.0  # share of packets
-    client_only: bool = False  # accepts no connections (NAT): averages nothing for others
-    congestion: Literal["cubic", "bbr"] = "cubic"  # what its TCP goes by; reno is cubic here
-    session_s: Quantity = 0.0  # mean time it stays; 0: to the end
-    absence_s: Quantity = 0.0  # mean time it is away between sessions
+    client_only: bool = False  # accepts no connections (NAT), so it averages no share for others
+    congestion: Literal["cubic", "bbr"] = "cubic"  # the congestion control of its TCP; reno counts as cubic
+    session_s: Quantity = 0.0  # mean time that it stays; 0: to the end
+    absence_s: Quantity = 0.0  # mean time that it is away between sessions
 
     @property
     def bytes_per_s(self) -> float:
-        """What it sends and receives at once: an exchange moves as many bytes each way (plan/slow_exchange.py)."""
+        """The rate at which the site sends and receives at once: an exchange moves as many bytes each way.
+
+        See plan/slow_exchange.py.
+        """
         return min(self.up_bytes_per_s, self.down_bytes_per_s)
 
 
@@ -133,7 +136,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nic:
-    """A network card; speed 0 when the driver does not say (virtual cards)."""
+    """A network card; its speed is 0 when the driver does not report it (virtual cards)."""
 
     name: str
     bytes_per_s: float
@@ -151,14 +154,14 @@ class Gpu:
     pci_address: str
     numa_node: int  # -1 when unknown
     pcie_bytes_per_s: float  # one direction; 0 when unknown
-    nvlinks: int  # active links; -1 when the driver could not be asked
+    nvlinks: int  # active links; -1 when the driver could not be queried
     nvlink_bytes_per_s: float  # all active links together, one direction
-    used_bytes: int = -1  # of its memory, now, by whomever; -1 when the driver could not be asked
+    used_bytes: int = -1  # memory in use now, by all processes; -1 when the driver could not be queried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuPath:
-    """How two GPUs reach each other: NVLink, or the highest thing their PCIe paths share."""
+    """The path between two GPUs: NVLink, or the highest level that their PCIe paths share."""
 
     first: int
     second: int
@@ -167,15 +170,15 @@ class GpuPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What there is on this computer; `notes` say what could not be seen and what to do about it."""
+    """The hardware of this computer; `notes` state what could not be detected, and a remedy."""
 
     hostname: str
     cpu_model: str
     sockets: int
     cores: int  # physical cores of the machine
-    usable_cores: int  # cores this process may use: affinity and container limits counted in
+    usable_cores: int  # cores this process may use, after affinity and container limits
     numa_nodes: int
-    memory_bytes: int  # usable: the container's limit when it is lower than the machine
+    memory_bytes: int  # usable: the container's limit where it is lower than the machine's memory
     nics: tuple[Nic, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     gpu_paths: tuple[GpuPath, ...] = ()

@@ -1,4 +1,4 @@
-"""Mistakes that need two keys to see and no hardware: each check is skipped when a key it reads was refused already."""
+"""Checks that involve two keys and no hardware; each is skipped if one of its keys was already refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ HEADS, LAYERS = "model.heads", "model.layers"
 
 
 def check_keys(draft: Draft, job: Job) -> None:
-    """Run every check whose keys are sound."""
-    refused = frozenset(draft.bad)  # as it stands: what one check finds must not hide what the next would
+    """Run every check whose keys were read without mistakes."""
+    # A copy of the present set: a mistake found by one check must not hide what the next would find.
+    refused_keys = frozenset(draft.bad)
     for keys, function in CHECKS:
-        if not refused & set(keys):
+        if not refused_keys & set(keys):
             function(draft, job)
 
 
@@ -26,20 +27,20 @@ def whole_heads(draft: Draft, job: Job) -> None:
     if tensor == "auto":
         return
     if heads % tensor:
-        fits = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        valid_sizes = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         draft.complain(
             "parallel.tensor",
             f"parallel.tensor = {tensor} does not divide the model's {heads} attention heads",
             why="each tensor rank must hold whole heads",
-            fix=use_nearest(fits, tensor),
+            fix=use_nearest(valid_sizes, tensor),
         )
     elif kv_heads % tensor and tensor % kv_heads:
-        fits = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        valid_sizes = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         draft.complain(
             "parallel.tensor",
             f"parallel.tensor = {tensor} neither divides nor is a multiple of the model's {kv_heads} key-value heads",
             why="each tensor rank must hold whole key-value heads or one shared copy",
-            fix=use_nearest(fits, tensor),
+            fix=use_nearest(valid_sizes, tensor),
         )
 
 
@@ -66,10 +67,10 @@ def enough_layers(draft: Draft, job: Job) -> None:
             fix=f"use {layers} or fewer",
         )
         return
-    # Llama 3 405B had the embedding and the head in chunks of their own (arXiv 2407.21783, section 3.3.2): taken at its
-    # word for other frameworks; our trainer puts them beside a layer.
-    most = layers if job.parallel.framework == "phalanx" else layers + 2
-    if chunks != "auto" and stages * chunks > most:
+    # Llama 3 405B had the embedding and the head in separate chunks (arXiv 2407.21783, section 3.3.2), so other
+    # frameworks may have two more chunks than layers; our trainer puts both next to a layer.
+    max_chunks = layers if job.parallel.framework == "phalanx" else layers + 2
+    if chunks != "auto" and stages * chunks > max_chunks:
         draft.complain(
             written_key(draft, "parallel.virtual_pipeline", "parallel.pipeline"),
             f"parallel.virtual_pipeline = {chunks} cuts {stages} stages into {stages * chunks} chunks, "
@@ -110,8 +111,8 @@ def own_order(draft: Draft, job: Job) -> None:
     parallel = job.parallel
     if not parallel.order:
         return
-    splits = any("I" in order or "W" in order for order in parallel.order)
-    wanted = "zero-bubble" if splits else "1f1b"
+    splits_backward = any("I" in order or "W" in order for order in parallel.order)
+    required_schedule = "zero-bubble" if splits_backward else "1f1b"
     if parallel.pipeline != len(parallel.order):
         draft.complain(
             written_key(draft, "parallel.order", "parallel.pipeline"),
@@ -126,12 +127,12 @@ def own_order(draft: Draft, job: Job) -> None:
             why="an order has one chunk of layers per rank",
             fix="use virtual_pipeline = 1",
         )
-    if parallel.schedule != wanted and not (parallel.schedule == "gpipe" and not splits):
+    if parallel.schedule != required_schedule and not (parallel.schedule == "gpipe" and not splits_backward):
         draft.complain(
             written_key(draft, "parallel.order", "parallel.schedule"),
             f'parallel.order with parallel.schedule = "{parallel.schedule}"',
             why="the plan prices such an order so, and a batch that it does not fit runs so",
-            fix=f'use schedule = "{wanted}"',
+            fix=f'use schedule = "{required_schedule}"',
         )
 
 
@@ -195,11 +196,11 @@ def leading_dense_layers(draft: Draft, job: Job) -> None:
 def latent_attention(draft: Draft, job: Job) -> None:
     if not job.model.is_mla:
         return
-    lacking = [name for name in ("qk_nope_dim", "qk_rope_dim", "v_head_dim") if not getattr(job.model, name)]
-    if lacking:
+    missing = [name for name in ("qk_nope_dim", "qk_rope_dim", "v_head_dim") if not getattr(job.model, name)]
+    if missing:
         draft.complain(
-            written_key(draft, "model.kv_lora_rank", f"model.{lacking[0]}"),
-            f"model.kv_lora_rank = {job.model.kv_lora_rank} without {', '.join(lacking)}",
+            written_key(draft, "model.kv_lora_rank", f"model.{missing[0]}"),
+            f"model.kv_lora_rank = {job.model.kv_lora_rank} without {', '.join(missing)}",
             why="latent attention needs the sizes of its heads",
             fix="DeepSeek-V3 has qk_nope_dim = 128, qk_rope_dim = 64, v_head_dim = 128",
         )
@@ -247,12 +248,12 @@ def whole_batches(draft: Draft, job: Job) -> None:
         )
     elif data != "auto" and total % (data * (1 if micro == "auto" else micro)):
         share = f"parallel.data = {data}" + ("" if micro == "auto" else f" × batch.micro = {micro}")
-        fits = all_divisors(total if micro == "auto" else total // micro)
+        valid_sizes = all_divisors(total if micro == "auto" else total // micro)
         draft.complain(
             written_key(draft, "parallel.data", "batch.micro"),
             f"{share} does not divide the global batch of {total:,} sequences",
             why="every replica takes the same number of micro-batches",
-            fix=f"parallel.data: {use_nearest(fits, data)}",
+            fix=f"parallel.data: {use_nearest(valid_sizes, data)}",
         )
 
 
@@ -268,13 +269,13 @@ def whole_shard_groups(draft: Draft, job: Job) -> None:
 
 
 def rising_ramp(draft: Draft, job: Job) -> None:
-    last = 0
+    previous_end = 0
     for index, stage in enumerate(job.batch.ramp):
         key = f"batch.ramp.{index}"
-        if stage.until_tokens <= last:
+        if stage.until_tokens <= previous_end:
             draft.complain(
                 key,
-                f"batch.ramp[{index}].until_tokens = {stage.until_tokens:,} does not come after {last:,}",
+                f"batch.ramp[{index}].until_tokens = {stage.until_tokens:,} does not come after {previous_end:,}",
                 why="the stages of a ramp follow each other",
                 fix="sort the stages by until_tokens",
             )
@@ -285,42 +286,44 @@ def rising_ramp(draft: Draft, job: Job) -> None:
                 f"of {job.data.sequence:,}",
                 fix=use_multiples(stage.global_tokens, job.data.sequence),
             )
-        last = stage.until_tokens
+        previous_end = stage.until_tokens
 
 
 def scaled_model(draft: Draft, job: Job) -> None:
-    """What muP and CompleteP need to know, and what they are not worked out for."""
+    """Check the settings that muP and CompleteP need, and refuse the models they do not support."""
     scale, key = job.scale, "scale.parametrization"
     if scale.parametrization == "standard":
         for name in ("base_width", "base_depth"):
             if getattr(scale, name):
                 draft.warn(f"scale.{name}", f'scale.{name} has no effect with parametrization = "standard"')
         return
-    said = f'{key} = "{scale.parametrization}"'
-    needs = {"base_width": "model.hidden"} | ({"base_depth": LAYERS} if scale.parametrization == "completep" else {})
-    for name, of in needs.items():
+    setting = f'{key} = "{scale.parametrization}"'
+    required_keys = {"base_width": "model.hidden"} | (
+        {"base_depth": LAYERS} if scale.parametrization == "completep" else {}
+    )
+    for name, source_key in required_keys.items():
         if not getattr(scale, name):
             draft.complain(
                 key,
-                f"{said} without scale.{name}",
+                f"{setting} without scale.{name}",
                 why="multipliers are ratios of the model's size to the size at which [optim] was tuned",
-                fix=f"give {name}: {of} of the small model that was tuned",
+                fix=f"give {name}: {source_key} of the small model that was tuned",
             )
     if scale.base_depth and scale.parametrization == "mup":
         draft.warn("scale.base_depth", 'scale.base_depth has no effect with "mup"; "completep" follows depth too')
-    refused = (
+    unsupported = (
         (job.model.is_moe, "a model with experts", "neither paper says how routers and experts scale"),
         (bool(job.model.module), "model.module", "which of its parameters are hidden matrices is not known"),
         (bool(job.plugins.optimizer), "plugins.optimizer", "how its updates grow with the width is not known"),
         (bool(job.train.weights), "train.weights", "weights that were trained have the size they have"),
     )
-    for has, what, why in refused:
-        if has:
-            draft.complain(key, f"{said} with {what}", why=why, fix='use parametrization = "standard"')
+    for is_set, what, why in unsupported:
+        if is_set:
+            draft.complain(key, f"{setting} with {what}", why=why, fix='use parametrization = "standard"')
 
 
 def without_effect(draft: Draft, job: Job) -> None:
-    """Settings that are legal and do nothing are said to do nothing."""
+    """Warn of settings that are legal but have no effect."""
     parallel = job.parallel
     if parallel.sequence_parallel is True and parallel.tensor == 1:
         draft.warn("parallel.sequence_parallel", "parallel.sequence_parallel has no effect with parallel.tensor = 1")
@@ -362,12 +365,12 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
 
 
 def written_key(draft: Draft, *keys: str) -> str:
-    """Of the keys that disagree, the first that a person wrote."""
+    """Return the first of the conflicting keys that was written by hand."""
     return next((key for key in keys if key in draft.origins and draft.origins[key].by_hand), keys[0])
 
 
 def use_nearest(fits: Sequence[int], wanted: int) -> str:
-    """The valid sizes on both sides of a wrong one.
+    """Suggest the valid sizes on both sides of a wrong one.
 
     >>> use_nearest([1, 2, 4, 8], 6)
     'use 4 or 8'
@@ -378,10 +381,10 @@ def use_nearest(fits: Sequence[int], wanted: int) -> str:
 
 
 def use_multiples(wanted: int, unit: int) -> str:
-    """The whole multiples on both sides of a wrong number.
+    """Suggest the multiples on both sides of a wrong number.
 
     >>> use_multiples(10_000, 4096)
     'use 8,192 (2 sequences) or 12,288 (3 sequences)'
     """
-    below = wanted // unit
-    return "use " + " or ".join(f"{n * unit:,} ({n:,} sequences)" for n in (below, below + 1) if n)
+    lower = wanted // unit
+    return "use " + " or ".join(f"{n * unit:,} ({n:,} sequences)" for n in (lower, lower + 1) if n)

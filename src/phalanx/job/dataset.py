@@ -1,8 +1,8 @@
-"""A dataset folder (`manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
+"""Dataset folders (`manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
 
-The manifest holds its own digest, that of every file, and that of each list of block digests, which lies beside the
-tokens: so any block can be compared when it is read, and one changed bit anywhere is found. Here rather than in train/:
-plan and check look at the data of a job too.
+The manifest holds its own digest, that of every file, and that of each list of block digests, which is stored next to
+the tokens: any block can be compared when it is read, and one changed bit anywhere is detected. This is not in train/
+because plan and check read the data of a job too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from phalanx.io.write_errors import write_failure
 from phalanx.job.model import VOCAB
 
 FORMAT = 2
-FORMATS = (1, 2)  # 1, until 0.6, has digests of whole files only, and none of the manifest itself
-# Small, as a read takes whole blocks: a sample of 256 tokens of two bytes is half a kilobyte. Their digests are a
-# five-hundredth of the tokens.
+FORMATS = (1, 2)  # format 1, until 0.6, has digests of whole files only, and none of the manifest itself
+# Small, because a read takes whole blocks: a sample of 256 tokens of two bytes is half a kilobyte. The digests are a
+# five-hundredth of the tokens' size.
 BLOCK_BYTES = 1 << 13
 BLOCK_DIGEST_BYTES = 16
 MOST_BLOCK_BYTES = 1 << 24
@@ -37,14 +37,15 @@ TOKENIZER = "tokenizer.json"
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 LEAST_VOCAB = 257  # the 256 bytes and the end of text
-CLEANING = 1  # counts up when the cleaning of a corpus changes: an older text in the cache is not taken for the same
+# Increased when the cleaning of a corpus changes, so that text cleaned by older code is not reused from the cache.
+CLEANING = 1
 MOST_MANIFEST_BYTES = 1 << 28  # a trillion tokens are 7,451 shards and 3 MB
 REBUILD = "build it again with phalanx data build, or copy it again from where it is whole"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A file of tokens and beside it the index of its documents (cumulative tokens and bytes of text, int64 pairs)."""
+    """A file of tokens, and a file with the index of its documents (cumulative tokens and bytes of text, as int64)."""
 
     file: str
     split: Split
@@ -53,34 +54,34 @@ class Shard:
     text_bytes: int
     sha256: str
     index_sha256: str
-    blocks_sha256: str = ""  # of the file of block digests; empty where there is none, as before 0.7
+    blocks_sha256: str = ""  # of the file of block digests; empty if there is none, as before 0.7
 
     @property
     def index_file(self) -> str:
-        """Name of the document index."""
+        """The name of the document index."""
         return Path(self.file).with_suffix(".idx").name
 
     @property
     def block_file(self) -> str:
-        """Name of the block digests, BLOCK_DIGEST_BYTES for each block of the tokens."""
+        """The name of the file of block digests, BLOCK_DIGEST_BYTES for each block of the tokens."""
         return Path(self.file).with_suffix(".blocks").name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """What was met while a source was read."""
+    """Counts of what was found while a source was read."""
 
-    records: int = 0  # documents, lines or rows looked at
+    records: int = 0  # documents, lines or rows read
     documents: int = 0
     empty: int = 0
     missing: int = 0  # lines or rows without readable text
-    bad_utf8: int = 0  # bytes sequences replaced by U+FFFD
-    cut: int = 0  # documents too long to be held whole, cut in pieces
+    bad_utf8: int = 0  # byte sequences replaced by U+FFFD
+    cut: int = 0  # documents too long to be held in one piece, and therefore cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One source of a dataset: its own shards, read in turn with the others by weight."""
+    """One source of a dataset: its own shards, read in turn with those of other sources by weight."""
 
     name: str
     path: str
@@ -90,13 +91,13 @@ class Source:
     shards: tuple[Shard, ...] = ()
 
     def of(self, split: Split) -> tuple[Shard, ...]:
-        """The shards of one split, in order."""
+        """Return the shards of one split, in order."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetManifest:
-    """A whole dataset."""
+    """The manifest of a dataset."""
 
     format: int = FORMAT
     phalanx: str
@@ -107,16 +108,16 @@ class DatasetManifest:
     heldout: float
     split_on: str
     sources: tuple[Source, ...]
-    block_bytes: int = 0  # 0 where shards have no block digests
+    block_bytes: int = 0  # 0 if shards have no block digests
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """The size of one token in bytes."""
         return 2 if self.dtype == "uint16" else 4
 
     @property
     def has_block_digests(self) -> bool:
-        """Whether every block of every shard can be compared when it is read."""
+        """True if every block of every shard can be compared when it is read."""
         return self.block_bytes > 0 and all(shard.blocks_sha256 for shard in self.shards)
 
     @property
@@ -125,33 +126,33 @@ class DatasetManifest:
         return tuple(shard for source in self.sources for shard in source.shards)
 
     def total(self, what: str, split: Split) -> int:
-        """The sum over a split of "tokens", "documents" or "text_bytes"."""
+        """Return the sum over a split of "tokens", "documents" or "text_bytes"."""
         return sum(int(getattr(shard, what)) for shard in self.shards if shard.split == split)
 
     @property
     def digest(self) -> str:
-        """Changes when, and only when, a sampler would give other tokens."""
+        """A digest that changes if, and only if, a sampler would return different tokens."""
         parts = [self.tokenizer_sha256, self.dtype]
         parts += [f"{source.weight!r}" + "".join(s.split + s.sha256 for s in source.shards) for source in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def dump(self) -> str:
-        """The text of manifest.json, with the digest of the rest of it inside."""
+        """Return the text of manifest.json, including the digest of the rest of it."""
         return _text_with_digest(dataclasses.asdict(self))
 
 
 def _text_with_digest(body: dict[str, Any]) -> str:
-    """The one text of a manifest: any changed bit of it is seen, also one that would change no value."""
+    """Return the canonical text of a manifest, which reveals any changed bit, even one that changes no value."""
     digest = hashlib.sha256(json.dumps(body, indent=1, ensure_ascii=False).encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
 
 
 class DamagedDataset(UserError):
-    """A file of a dataset is missing, cut or changed since it was written."""
+    """Raised for a file of a dataset that is missing, cut or changed since it was written."""
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """The manifest of a dataset folder; raises UserError when there is none that can be used."""
+    """Read the manifest of a dataset folder; raises UserError if there is none that can be used."""
     path = folder / MANIFEST
     try:
         text = read_bounded(path, MOST_MANIFEST_BYTES).decode()
@@ -179,24 +180,24 @@ def read_manifest(folder: Path) -> DatasetManifest:
         manifest = DatasetManifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged_manifest(path, f"has changed or is damaged: {_key_problem(error)}") from error
-    if wrong := _manifest_problem(manifest):
-        raise _damaged_manifest(path, wrong)
+    if problem := _manifest_problem(manifest):
+        raise _damaged_manifest(path, problem)
     return manifest
 
 
 def _key_problem(error: Exception) -> str:
-    """What a constructor or a lookup said, without the names of our own code."""
+    """Describe the missing or unknown key that an exception of a constructor or lookup names."""
     if isinstance(error, KeyError):
         return f"it lacks the key {error}"
-    named = re.search(r"unexpected keyword argument ('.*')$", str(error))
-    if named is not None:
-        return f"nobody knows its key {named[1]}"
-    named = re.search(r"missing \d+ required keyword-only arguments?: (.*)$", str(error))
-    return f"it lacks the key {named[1]}" if named is not None else "a value is of another kind than it should be"
+    match = re.search(r"unexpected keyword argument ('.*')$", str(error))
+    if match is not None:
+        return f"nobody knows its key {match[1]}"
+    match = re.search(r"missing \d+ required keyword-only arguments?: (.*)$", str(error))
+    return f"it lacks the key {match[1]}" if match is not None else "a value is of another kind than it should be"
 
 
 def _manifest_problem(manifest: DatasetManifest) -> str:
-    """What a manifest states that cannot be; it may be a stranger's, and plan and check read it too."""
+    """Describe an impossible value in a manifest, which may come from an untrusted source; empty if there is none."""
     counts = (manifest.vocab, *(count for shard in manifest.shards for count in (shard.tokens, shard.documents)))
     if not all(type(count) is int and count >= 0 for count in counts):
         return "has a vocabulary or a count of tokens or documents that is no whole number"
@@ -216,7 +217,7 @@ def _manifest_problem(manifest: DatasetManifest) -> str:
 
 
 def source_from(raw: dict[str, Any]) -> Source:
-    """A Source from JSON."""
+    """Build a Source from JSON."""
     return Source(**{**raw, "tally": Tally(**raw["tally"]), "shards": tuple(Shard(**shard) for shard in raw["shards"])})
 
 
@@ -227,15 +228,17 @@ def _damaged_manifest(path: Path, what: str) -> DamagedDataset:
 
 
 def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks: bool = True) -> None:
-    """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
+    """Check that every file exists with its size, without reading contents; raises UserError with all that do not."""
     problems: list[Problem] = []
     for shard in manifest.shards:
         size = shard.tokens * manifest.token_bytes
         problems += _size_problem(folder / shard.file, size)
         problems += _size_problem(folder / shard.index_file, shard.documents * 16)
         if shard.blocks_sha256 and with_blocks:
-            wanted = count_blocks(size, manifest.block_bytes) * BLOCK_DIGEST_BYTES
-            problems += _size_problem(folder / shard.block_file, wanted, fix=f"make it again: {add_blocks(folder)}")
+            digest_bytes = count_blocks(size, manifest.block_bytes) * BLOCK_DIGEST_BYTES
+            problems += _size_problem(
+                folder / shard.block_file, digest_bytes, fix=f"make it again: {add_blocks(folder)}"
+            )
     problems += [] if is_file(folder / TOKENIZER) else _size_problem(folder / TOKENIZER, 1)
     if problems:
         raise DamagedDataset(problems)
@@ -243,18 +246,18 @@ def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks:
 
 def _size_problem(path: Path, size: int, *, fix: str = REBUILD) -> Iterator[Problem]:
     try:
-        found = path.stat().st_size
+        size_found = path.stat().st_size
     except FileNotFoundError:
         yield Problem(where=str(path), what="is missing", why="the manifest lists it", fix=fix)
         return
-    if found != size:
-        kind = "is truncated" if found < size else "is too long"
-        what = f"{kind}: {found:,} bytes where the manifest says {size:,}"
+    if size_found != size:
+        kind = "is truncated" if size_found < size else "is too long"
+        what = f"{kind}: {size_found:,} bytes where the manifest says {size:,}"
         yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=fix)
 
 
 def add_blocks(folder: Path) -> str:
-    """The command that makes digests of blocks."""
+    """Return the command that computes block digests."""
     return f"phalanx data checksum {folder}"
 
 
@@ -263,15 +266,15 @@ class VerifiedDataset:
     """A dataset of which every byte is as it was written."""
 
     manifest: DatasetManifest
-    written: tuple[str, ...] = ()  # files of block digests that were missing or damaged, and were made again
-    trouble: str = ""  # why block digests that were never there could not be added
+    written: tuple[str, ...] = ()  # files of block digests that were missing or damaged, and were written again
+    trouble: str = ""  # the reason why block digests that never existed could not be added
 
 
 def verify_dataset(folder: Path) -> VerifiedDataset:
-    """Read every byte and compare it; raises UserError naming all files that are not as they were written.
+    """Read every byte and compare it; raises UserError with all files that are not as they were written.
 
-    Block digests that are missing or damaged are made from the tokens, once those are found sound: a dataset of 0.6,
-    which has none, gets them and a new manifest. Raises SystemFailure where damaged ones cannot be replaced.
+    Block digests that are missing or damaged are computed from the tokens, once those are found intact: a dataset of
+    0.6, which has none, gets them and a new manifest. Raises SystemFailure if damaged ones cannot be replaced.
     """
     manifest = read_manifest(folder)
     check_dataset_files(folder, manifest, with_blocks=False)
@@ -279,8 +282,8 @@ def verify_dataset(folder: Path) -> VerifiedDataset:
     problems = list(_changed_digest(folder / TOKENIZER, file_sha256(folder / TOKENIZER), manifest.tokenizer_sha256))
     blocks: dict[str, bytes] = {}
     for shard in manifest.shards:
-        found, blocks[shard.file] = digest_blocks(folder / shard.file, block_bytes)
-        problems += _changed_digest(folder / shard.file, found, shard.sha256)
+        sha256, blocks[shard.file] = digest_blocks(folder / shard.file, block_bytes)
+        problems += _changed_digest(folder / shard.file, sha256, shard.sha256)
         problems += _changed_digest(
             folder / shard.index_file, file_sha256(folder / shard.index_file), shard.index_sha256
         )
@@ -298,30 +301,30 @@ def _changed_digest(path: Path, found: str, wanted: str) -> Iterator[Problem]:
 def _with_blocks(
     folder: Path, manifest: DatasetManifest, block_bytes: int, blocks: Mapping[str, bytes]
 ) -> VerifiedDataset:
-    """Write the block digests that are not there as they should be, and then the manifest where it knows none."""
-    written, path = [], folder / MANIFEST
+    """Write the block digests that are missing or wrong, and then the manifest if it has none of them."""
+    written_files, path = [], folder / MANIFEST
     sources = []
     try:
         for source in manifest.sources:
             shards = []
             for shard in source.shards:
-                path, wanted = folder / shard.block_file, blocks[shard.file]
-                if not _holds_bytes(path, wanted):
-                    replace_bytes(path, wanted)
-                    written.append(path.name)
-                shards.append(replace(shard, blocks_sha256=hashlib.sha256(wanted).hexdigest()))
+                path, block_digests = folder / shard.block_file, blocks[shard.file]
+                if not _holds_bytes(path, block_digests):
+                    replace_bytes(path, block_digests)
+                    written_files.append(path.name)
+                shards.append(replace(shard, blocks_sha256=hashlib.sha256(block_digests).hexdigest()))
             sources.append(replace(source, shards=tuple(shards)))
-        whole = replace(manifest, format=FORMAT, block_bytes=block_bytes, sources=tuple(sources))
-        if whole != manifest:
+        complete = replace(manifest, format=FORMAT, block_bytes=block_bytes, sources=tuple(sources))
+        if complete != manifest:
             path = folder / MANIFEST
-            replace_bytes(path, whole.dump().encode())
+            replace_bytes(path, complete.dump().encode())
     except OSError as error:
         what = os_reason(error, "written")
         if not manifest.has_block_digests:
             return VerifiedDataset(manifest=manifest, trouble=f"{path}: {what}")
         fix = "run it where the folder can be written; training only reads it"
         raise write_failure(path, error, fix=fix) from error
-    return VerifiedDataset(manifest=whole, written=tuple(written))
+    return VerifiedDataset(manifest=complete, written=tuple(written_files))
 
 
 def _holds_bytes(path: Path, data: bytes) -> bool:
@@ -332,33 +335,35 @@ def _holds_bytes(path: Path, data: bytes) -> bool:
 
 
 def count_blocks(size_bytes: int, block_bytes: int) -> int:
-    """Blocks of a file; the last may be shorter."""
+    """Return the number of blocks of a file; the last may be shorter."""
     return -(-size_bytes // block_bytes) if block_bytes else 0
 
 
 def block_digest(data: bytes | memoryview) -> bytes:
-    """The digest of one block of tokens. BLAKE2b: faster than sha256 on processors without instructions for that."""
+    """Return the digest of one block of tokens. BLAKE2b is faster than sha256 without sha256 instructions."""
     return hashlib.blake2b(data, digest_size=BLOCK_DIGEST_BYTES).digest()
 
 
 def digest_blocks(path: Path, block_bytes: int) -> tuple[str, bytes]:
-    """sha256 of a file and the digests of its blocks, from one reading of it."""
-    whole, blocks = hashlib.sha256(), bytearray()
+    """Return the sha256 of a file and the digests of its blocks, reading it once."""
+    file_digest, blocks = hashlib.sha256(), bytearray()
     with path.open("rb") as stream:
         while data := stream.read(block_bytes):
-            whole.update(data)
+            file_digest.update(data)
             blocks += block_digest(data)
-    return whole.hexdigest(), bytes(blocks)
+    return file_digest.hexdigest(), bytes(blocks)
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where fetched and built text is kept for this user."""
+    """Return the folder in which fetched and built text is cached for this user."""
     base = environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "phalanx"
 
 
 def corpus_vocab(model_vocab: int) -> int:
-    """Tokens of a corpus for a model: a model with fewer rows than VOCAB gets a tokenizer of its own size.
+    """Return the vocabulary of a corpus for a model.
+
+    A model with fewer rows than VOCAB gets a tokenizer of its size.
 
     >>> corpus_vocab(128_256), corpus_vocab(512)
     (8192, 512)
@@ -367,41 +372,42 @@ def corpus_vocab(model_vocab: int) -> int:
 
 
 def corpus_folder(name: str, cache: Path, *, vocab: int) -> Path:
-    """Where a corpus for a model with `vocab` rows is, or will be, built."""
+    """Return the folder of a corpus for a model with `vocab` rows, whether or not it has been built."""
     return cache / "datasets" / f"{name}-{corpus_vocab(vocab)}-{CLEANING}"
 
 
-# What token numbers mean: the vocabulary of a tokenizer.json or vocab.json, compared word by word.
+# The meaning of token ids: the vocabulary of a tokenizer.json or vocab.json, compared word by word.
 #
-# A digest of the file alone says too little: a tokenizer saved again by another version of a library, or with other
-# settings for padding and chat, has other bytes and gives the same numbers.
+# A digest of the file alone is not enough: a tokenizer saved again by another version of a library, or with other
+# settings for padding and chat, has other bytes and gives the same ids.
 
 
-WORDS = "vocab.json"  # of tokenizers of GPT-2's kind, before there was a tokenizer.json
+WORDS = "vocab.json"  # of GPT-2-style tokenizers without a tokenizer.json
 MOST_TOKENIZER_BYTES = 1 << 28  # Gemma's tokenizer.json, one of the largest, has 33 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The words of a tokenizer and their numbers."""
+    """The words of a tokenizer and their token ids."""
 
     file: Path
     sha256: str  # of the file's text
     numbers: Mapping[str, int]
-    cutting: str  # a digest of what else decides how text is cut into words; empty where the file does not say
+    # A digest of the other settings that decide how text is split into words; empty where the file has none.
+    cutting: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyComparison:
-    """How the vocabulary of data differs from that of weights. All empty: every number means the same to both."""
+    """Differences between the vocabularies of data and weights; all empty if every token id means the same to both."""
 
-    conflicts: tuple[tuple[int, str, str], ...] = ()  # number, its word in the data, its word to the weights or ""
-    added: int = 0  # words of the data behind the last number of the weights
-    cut_otherwise: bool = False  # the same words, and other rules which of them a text becomes
+    conflicts: tuple[tuple[int, str, str], ...] = ()  # token id, its word in the data, its word to the weights or ""
+    added: int = 0  # words of the data beyond the last token id of the weights
+    cut_otherwise: bool = False  # the same words, but other rules for splitting text into them
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """Of the tokenizer in a folder; None where there is none. Raises UserError for a file that is no tokenizer."""
+    """Read the vocabulary of the tokenizer in a folder; None if there is none. Raises UserError for an invalid file."""
     for name in (TOKENIZER, WORDS):
         if is_file(folder / name):
             return _read_vocabulary(folder / name)
@@ -409,39 +415,39 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> VocabularyComparison:
-    """What the numbers of the data would mean to the weights."""
+    """Compare the meaning of the data's token ids with their meaning to the weights."""
     if data.sha256 == weights.sha256:
         return VocabularyComparison()
     words = {number: word for word, number in weights.numbers.items()}
-    most = max(words, default=-1)
+    max_number = max(words, default=-1)
     conflicts, added = [], 0
     for word, number in sorted(data.numbers.items(), key=lambda item: item[1]):
         if weights.numbers.get(word) == number:
             continue
-        if number > most and word not in weights.numbers:
+        if number > max_number and word not in weights.numbers:
             added += 1
         else:
             conflicts.append((number, word, words.get(number, "")))
-    otherwise = bool(data.cutting and weights.cutting) and data.cutting != weights.cutting
-    return VocabularyComparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
+    splits_differently = bool(data.cutting and weights.cutting) and data.cutting != weights.cutting
+    return VocabularyComparison(conflicts=tuple(conflicts), added=added, cut_otherwise=splits_differently)
 
 
 def _read_vocabulary(path: Path) -> Vocabulary:
     try:
         text = read_bounded(path, MOST_TOKENIZER_BYTES).decode()
-        found = json.loads(text)
+        content = json.loads(text)
     except FileTooLargeError as error:
         raise _not_a_tokenizer(path, str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise _not_a_tokenizer(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    numbers, cutting = (found, "") if path.name == WORDS else _tokenizer_parts(path, found)
+    numbers, cutting = (content, "") if path.name == WORDS else _tokenizer_parts(path, content)
     if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
         raise _not_a_tokenizer(path, "has words without a number")
     return Vocabulary(file=path, sha256=hashlib.sha256(text.encode()).hexdigest(), numbers=numbers, cutting=cutting)
 
 
 def _tokenizer_parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
-    """The words of a tokenizer.json, added ones too, and a digest of how it cuts text."""
+    """Return the words of a tokenizer.json, including added ones, and a digest of its rules for splitting text."""
     try:
         model = dict(found["model"])
         words = model.pop("vocab")
@@ -452,12 +458,13 @@ def _tokenizer_parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
             scores, numbers = [], dict(words)
         numbers |= {str(token["content"]): token["id"] for token in found.get("added_tokens") or ()}
         # "a b" until version 0.20 of the tokenizers library, ["a", "b"] since.
-        merges = [one if isinstance(one, str) else " ".join(one) for one in model.pop("merges", None) or ()]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.pop("merges", None) or ()]
         rules = [found.get("normalizer"), found.get("pre_tokenizer"), merges, scores]
-        stated = {name: value for name, value in model.items() if value}  # newer versions also write what is off
+        # newer versions also write settings that are off
+        settings = {name: value for name, value in model.items() if value}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _not_a_tokenizer(path, f"is not a tokenizer: {type(error).__name__} {str(error)[:60]}") from error
-    statement = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
+    statement = json.dumps([rules, settings], sort_keys=True, ensure_ascii=True)
     return numbers, hashlib.sha256(statement.encode()).hexdigest()
 
 

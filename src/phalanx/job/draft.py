@@ -1,4 +1,4 @@
-"""What the file and `--set` say while a job is loaded: where each value is from, and every mistake found so far."""
+"""A job while it is loaded: its table, `--set` overrides, the origin of each value, and the mistakes found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a value came from: `where` is what a person reads, such as "job.toml:12" or "preset llama-3-8b"."""
+    """The origin of a value; `where` is shown to users, such as "job.toml:12" or "preset llama-3-8b"."""
 
     kind: Literal["file", "set", "preset", "hf_config", "derived", "default"]
     where: str
 
     @property
     def by_hand(self) -> bool:
-        """Whether a person wrote this very value."""
+        """True if a user wrote this value, in the file or with --set."""
         return self.kind in ("file", "set")
 
 
@@ -31,85 +31,90 @@ DEFAULT = Origin(kind="default", where="default")
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """Collects while the loader reads; thrown away once the Job is built."""
+    """The values, origins and problems of a job while it is loaded; discarded once the Job is built."""
 
     path: Path
     table: dict[str, object]
     lines: Mapping[KeyPath, int]
-    settings: dict[str, str] = field(default_factory=dict)  # dotted key -> the --set that gave it
-    given: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> origin, of a table that is no file
+    settings: dict[str, str] = field(default_factory=dict)  # dotted key -> the --set that set it
+    given: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> origin, of a table that is no TOML file
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)  # keys whose value was refused
 
     def section(self, name: str) -> dict[str, object]:
-        """The table of one section; empty when it is absent."""
+        """Return the table of one section; empty when it is absent."""
         value = self.table.get(name, {})
         return value if isinstance(value, dict) else {}
 
     def written(self, key: str) -> Origin:
-        """The origin of a key that the file or --set gives; keys of list elements are written `batch.ramp.0.until`."""
-        for given, origin_text in self.settings.items():
-            if key == given or key.startswith(given + "."):
+        """Return the origin of a key in the file or of --set; keys of list elements are like `batch.ramp.0.until`."""
+        for set_key, origin_text in self.settings.items():
+            if key == set_key or key.startswith(set_key + "."):
                 return Origin(kind="set", where=origin_text)
         if key in self.given:
             return self.given[key]
-        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        path: KeyPath = tuple(int(word) if word.isdigit() else word for word in key.split("."))
         return Origin(kind="file", where=self.place(path))
 
     def place(self, path: KeyPath) -> str:
-        """file:line of a key path, or of the nearest table around it."""
+        """Return file:line of a key path, or of the nearest table around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.path}:{self.lines[path]}" if path else str(self.path)
 
     def _set_by(self, path: KeyPath) -> str:
-        """The --set that gave a key, or the only thing below it; empty where the file did."""
+        """Return the --set that set a key, or the only key below it; empty if the file set it."""
         key = dotted_key(path)
-        below = "" if path in self.lines else f"{key}."
+        prefix = "" if path in self.lines else f"{key}."
         return next(
-            (text for given, text in self.settings.items() if given == key or (below and given.startswith(below))), ""
+            (
+                text
+                for set_key, text in self.settings.items()
+                if set_key == key or (prefix and set_key.startswith(prefix))
+            ),
+            "",
         )
 
     def complain(self, key: str, what: str, *, why: str = "", fix: str = "") -> None:
-        """Note a mistake at a key; the key counts as refused from here on."""
+        """Record a mistake at a key, which counts as refused from then on."""
         self.bad.add(key)
         origin = self.origins.get(key)
         where = origin.where if origin and origin.kind != "default" else self.written(key).where
         self.problems.append(Problem(where=where, what=what, why=why, fix=fix))
 
     def warn(self, key: str, what: str, *, fix: str = "") -> None:
-        """Note a setting that is legal but does nothing."""
+        """Record a warning about a legal setting without effect."""
         self.warnings.append(Problem(where=self.origins[key].where, what=what, fix=fix))
 
     def read(self, key: str, value: object, rule: KeyRule, *, origin: Origin | None = None) -> object | None:
-        """The value as its rule reads it, or None after a complaint."""
+        """Return the value as read by its rule, or None after recording a mistake."""
         self.origins[key] = origin or self.written(key)
         try:
             return rule.read(value)
-        except WrongValue as wrong:
-            fix = wrong.fix or f"use {rule.expects}"
-            self.complain(key, f"{key} = {shown_value(value)} {wrong}", why=rule.note, fix=fix)
+        except WrongValue as error:
+            fix = error.fix or f"use {rule.expects}"
+            self.complain(key, f"{key} = {shown_value(value)} {error}", why=rule.note, fix=fix)
             return None
 
     def refuse_unknown(self, prefix: KeyPath, given: Iterable[str], known: Iterable[str]) -> None:
-        """Complain about each key that nobody reads, with the nearest one that somebody does."""
+        """Record a mistake for each unknown key, with the nearest known one."""
         names = sorted(known)
         unknown = [name for name in given if name not in names]
         if len(unknown) > MOST_UNKNOWN:
-            more = f"{len(unknown) - MOST_UNKNOWN:,} more keys that nobody reads"
-            self.problems.append(Problem(where=self.place((*prefix, unknown[MOST_UNKNOWN])), what=more))
+            summary = f"{len(unknown) - MOST_UNKNOWN:,} more keys that nobody reads"
+            self.problems.append(Problem(where=self.place((*prefix, unknown[MOST_UNKNOWN])), what=summary))
         for name in unknown[:MOST_UNKNOWN]:
-            close = nearest(name, names)
-            fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
+            suggestion = nearest(name, names)
+            fix = f'did you mean "{suggestion}"?' if suggestion else f"the keys are {', '.join(names)}"
             place = f"section [{dotted_key(prefix)}]" if prefix else "a job file"
             where = self._set_by((*prefix, name)) or self.place((*prefix, name))
             self.problems.append(Problem(where=where, what=f"{place} has no key {shown_value(name)}", fix=fix))
 
 
 def dotted_key(path: KeyPath) -> str:
-    """A key path as a person writes it.
+    """Return a key path as users write it.
 
     >>> dotted_key(("batch", "ramp", 0))
     'batch.ramp.0'
@@ -117,10 +122,10 @@ def dotted_key(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-# `--set section.key=value`: the single way the command line changes a job.
+# `--set section.key=value`: the only way the command line changes a job.
 
 
-# Pairs of which a job gives one: setting the first on the command line drops the second from the file.
+# Pairs of which a job sets only one: setting the first on the command line drops the second from the file.
 EXCLUSIVE = (
     ("batch.global_tokens", "batch.global_sequences"),
     ("cluster.spec", "cluster.file"),
@@ -129,18 +134,18 @@ EXCLUSIVE = (
 
 
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
-    """Write each override into the draft's table, the last one winning."""
+    """Write each override into the draft's table; the last one for a key wins."""
     for override in overrides:
-        parsed = _parse_override(draft, override)
-        if parsed is None:
+        path_and_value = _parse_override(draft, override)
+        if path_and_value is None:
             continue
-        for path, value in _leaf_values(*parsed):
+        for path, value in _leaf_values(*path_and_value):
             _write_value(draft, path, value, override)
 
 
 def _parse_override(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None:
-    left, equals, right = override.partition("=")
-    path = split_key(left)
+    key_text, equals, right = override.partition("=")
+    path = split_key(key_text)
     if not equals or path is None or len(path) > 2:
         fix = "write --set section.key=value, as --set parallel.tensor=8"
         draft.problems.append(Problem(where=f"--set {shown_value(override)}", what="is not an override", fix=fix))
@@ -149,9 +154,9 @@ def _parse_override(draft: Draft, override: str) -> tuple[tuple[str, ...], objec
 
 
 def _override_value(text: str) -> object:
-    """TOML if it is TOML, else the text itself: 8, true, "a b", [1, 2] and also bf16 or 15T."""
+    """Return the value of the text as TOML, else the text itself: 8, true, "a b", [1, 2] and also bf16 or 15T."""
     try:
-        key_lines(f"v = {text}")  # refuses hostile nesting before tomllib recurses into it
+        key_lines(f"v = {text}")  # raises on deep nesting before tomllib recurses into it
         table = tomllib.loads(f"v = {text}")
     except (ValueError, TooDeep, RecursionError):
         return text
@@ -159,7 +164,7 @@ def _override_value(text: str) -> object:
 
 
 def _leaf_values(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, ...], object]]:
-    """A table sets each of its keys and leaves the others alone."""
+    """Return the (path, value) pairs of a table's leaves; setting them leaves the table's other keys unchanged."""
     if not isinstance(value, dict) or len(path) > MOST_DEPTH:
         return [(path, value)]
     return [leaf for key, item in value.items() for leaf in _leaf_values((*path, key), item)]
@@ -167,10 +172,10 @@ def _leaf_values(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, 
 
 def _write_value(draft: Draft, path: tuple[str, ...], value: object, override: str) -> None:
     table = draft.table
-    for part in path[:-1]:
-        inner = table.get(part)
+    for name in path[:-1]:
+        inner = table.get(name)
         if not isinstance(inner, dict):
-            inner = table[part] = {}
+            inner = table[name] = {}
         table = inner
     table[path[-1]] = value
     key = dotted_key(path)

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a model shape, and back: known keys are read, nothing is executed."""
+"""Convert a Hugging Face config.json to a model shape and back; known keys are read, nothing is executed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How one `model_type` writes its shape: our key -> its keys in order of preference, and what the type implies."""
+    """A `model_type`: for each ModelShape key its own keys in order of preference, and the values it implies."""
 
     keys: Mapping[str, tuple[str, ...]]
     implies: Mapping[str, object]
@@ -53,9 +53,9 @@ _DEEPSEEK = {
     "qk_rope_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-# GPT-2 and BLOOM tie unless told otherwise; both use the tanh form of GELU.
+# GPT-2 and BLOOM tie embeddings by default; both use the tanh form of GELU.
 _OLD = {"gated": False, "norm": "layer", "bias": True, "tied": True, "activation": "gelu_tanh"}
-_NEW = {"norm_eps": 1e-6}  # what transformers assumes where a file is silent
+_NEW = {"norm_eps": 1e-6}  # the default of transformers where a file does not set it
 
 _LLAMA_LIKE = Family(keys=_DENSE, implies=_NEW)
 _DEEPSEEK_LIKE = Family(
@@ -103,15 +103,15 @@ _ROPE = (
 
 
 def read_config(path: Path) -> Shape:
-    """The ModelShape keys a config.json states. Raises UserError for a file or a family we cannot read."""
+    """Return the ModelShape keys of a config.json; raises UserError for an unreadable file or unknown family."""
     config = _parse_config(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise _unknown_family(path, kind)
     family = FAMILIES[kind]
     shape: Shape = dict(family.implies)
-    for ours, theirs in family.keys.items():
-        shape[ours] = _first_key(config, theirs, path)
+    for shape_key, config_keys in family.keys.items():
+        shape[shape_key] = _first_key(config, config_keys, path)
     shape.update(_optional_keys(config, shape, path))
     shape.update(_rope_keys(config))
     return {"name": kind, **shape}
@@ -140,51 +140,52 @@ def _first_key(config: Mapping[str, object], keys: tuple[str, ...], path: Path) 
 
 
 def _optional_keys(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
-    """Keys that may be absent or null, each with the default of the model's own code."""
-    found: Shape = {}
-    for ours, theirs in _MAY_SAY:
-        if config.get(theirs) is not None:
-            found[ours] = config[theirs]
-    if isinstance(found.get("activation"), str):
-        found["activation"] = ACTIVATIONS.get(str(found["activation"]), found["activation"])
+    """Return the keys that may be absent or null, each with the default of the model's own code."""
+    values: Shape = {}
+    for shape_key, config_key in _MAY_SAY:
+        if config.get(config_key) is not None:
+            values[shape_key] = config[config_key]
+    if isinstance(values.get("activation"), str):
+        values["activation"] = ACTIVATIONS.get(str(values["activation"]), values["activation"])
     if "kv_lora_rank" in shape:
-        found |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
-        found["head_dim"] = _sum_counts(shape["qk_nope_dim"], shape["qk_rope_dim"])
+        values |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
+        values["head_dim"] = _sum_counts(shape["qk_nope_dim"], shape["qk_rope_dim"])
     if "ffn" not in shape:
-        found["ffn"] = config.get("n_inner") or _sum_counts(*[shape["hidden"]] * 4)
+        # GPT-2's code uses four times the hidden width where n_inner is null.
+        values["ffn"] = config.get("n_inner") or _sum_counts(*[shape["hidden"]] * 4)
     if shape.get("experts") and "expert_ffn" not in shape:
-        found["expert_ffn"] = shape["ffn"]
-    # A Mistral file names a window that is used; one of Qwen may name a window that is not, and says which.
-    windowed = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
-    if windowed and config.get("sliding_window") is not None:
-        found["sliding_window"] = config["sliding_window"]
+        values["expert_ffn"] = shape["ffn"]
+    # A Mistral file names a window that is used; a Qwen file may name one that is not used, and has a key for that.
+    is_windowed = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
+    if is_windowed and config.get("sliding_window") is not None:
+        values["sliding_window"] = config["sliding_window"]
     if config.get("attention_bias") is True:
         # Llama's switch also adds a bias to the output projection, `hidden` values a layer: under 1e-6 of any model.
-        found["bias" if config.get("mlp_bias") is True else "qkv_bias"] = True
-    return found | _dense_layers(config, path)
+        values["bias" if config.get("mlp_bias") is True else "qkv_bias"] = True
+    return values | _dense_layers(config, path)
 
 
 def _rope_keys(config: Mapping[str, object]) -> Shape:
-    """Rotary positions as transformers 5 writes them (`rope_parameters`), or as files before it did.
+    """Return rotary positions from `rope_parameters`, as transformers 5 writes them, or from the keys of older files.
 
-    A scaling we do not know is passed on by its name, for the shape rules to complain about.
+    An unknown scaling is passed on by its name, so that the shape rules report it.
     """
-    found: Shape = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    values: Shape = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
     for name in ("rope_scaling", "rope_parameters"):
         table = config.get(name)
         if not isinstance(table, Mapping):
             continue
         kind = table.get("rope_type", table.get("type", "default"))
-        found["rope_scaling"] = "none" if kind == "default" else kind
-        found |= {ours: table[theirs] for ours, theirs in _ROPE if table.get(theirs) is not None}
-    if found.get("rope_scaling") == "yarn" and "rope_original_positions" not in found:
-        found["rope_original_positions"] = config.get("max_position_embeddings", 0)
-    return {} if config.get("model_type") in ("gpt2", "bloom") else found
+        values["rope_scaling"] = "none" if kind == "default" else kind
+        values |= {shape_key: table[config_key] for shape_key, config_key in _ROPE if table.get(config_key) is not None}
+    if values.get("rope_scaling") == "yarn" and "rope_original_positions" not in values:
+        values["rope_original_positions"] = config.get("max_position_embeddings", 0)
+    return {} if config.get("model_type") in ("gpt2", "bloom") else values
 
 
 def _dense_layers(config: Mapping[str, object], path: Path) -> Shape:
-    """Which layers of a mixture-of-experts model stay dense: only leading ones can be expressed."""
-    dense = config.get("mlp_only_layers") or []
+    """Return the number of dense layers of a mixture-of-experts model; only leading ones can be expressed."""
+    dense_layers = config.get("mlp_only_layers") or []
     for key in ("decoder_sparse_step", "moe_layer_freq"):
         if config.get(key) not in (None, 1):
             raise mistake(
@@ -193,35 +194,35 @@ def _dense_layers(config: Mapping[str, object], path: Path) -> Shape:
                 why="every layer after the leading dense ones must route to experts",
                 fix="use a model whose value is 1",
             )
-    if not isinstance(dense, list) or dense != list(range(len(dense))):
+    if not isinstance(dense_layers, list) or dense_layers != list(range(len(dense_layers))):
         raise mistake(
             str(path),
-            f"mlp_only_layers = {dense!r:.40} is not supported",
+            f"mlp_only_layers = {dense_layers!r:.40} is not supported",
             why="only leading layers may stay dense",
             fix="use a list such as [0, 1, 2]",
         )
-    return {"dense_layers": len(dense)} if dense else {}
+    return {"dense_layers": len(dense_layers)} if dense_layers else {}
 
 
 def _sum_counts(*values: object) -> object:
-    """A sum of counts; a wrong type is passed on for the shape rules to complain about."""
-    whole = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
-    return sum(whole) if len(whole) == len(values) else values[0]
+    """Return a sum of counts; a value of a wrong type is passed on, so that the shape rules report it."""
+    counts = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return sum(counts) if len(counts) == len(values) else values[0]
 
 
 def _unknown_family(path: Path, kind: object) -> UserError:
-    known = ", ".join(FAMILIES)
+    family_names = ", ".join(FAMILIES)
     if not isinstance(kind, str):
         return mistake(
-            str(path), "has no model_type", why="it names the family whose keys follow", fix=f"one of {known}"
+            str(path), "has no model_type", why="it names the family whose keys follow", fix=f"one of {family_names}"
         )
-    close = nearest(kind, FAMILIES)
-    hint = f"the nearest is {close}; " if close else ""
-    fix = f"{hint}the known families are {known}; or write the shape as keys of [model]"
+    suggestion = nearest(kind, FAMILIES)
+    hint = f"the nearest is {suggestion}; " if suggestion else ""
+    fix = f"{hint}the known families are {family_names}; or write the shape as keys of [model]"
     return mistake(str(path), f'model_type = "{kind[:60]}" is not a family we can read', fix=fix)
 
 
-# A model shape as a Hugging Face config.json: the inverse of hf.py, for the families that can be exported.
+# A model shape as a Hugging Face config.json: the inverse of read_config, for the families that can be exported.
 
 
 _CLASSES = {
@@ -232,11 +233,12 @@ _CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-USUAL_POSITIONS = 2048  # written where nobody says how long sequences were; transformers' own default for Llama
+# Written where the longest sequence is unknown; transformers' own default for Llama.
+USUAL_POSITIONS = 2048
 
 
 def family_of(shape: ModelShape) -> str:
-    """The `model_type` whose code computes what this shape does. Raises UserError where there is none."""
+    """Return the `model_type` whose code computes this shape; raises UserError if there is none."""
     if shape.norm == "layer":
         family = "gpt2"
     elif shape.is_moe:
@@ -252,7 +254,7 @@ def family_of(shape: ModelShape) -> str:
 
 
 def to_config(shape: ModelShape, *, positions: int = 0, dtype: str = "float32") -> dict[str, object]:
-    """The keys of config.json. `positions` is the longest sequence the model is meant for."""
+    """Return the keys of config.json. `positions` is the longest sequence the model is meant for."""
     family = family_of(shape)
     common: dict[str, object] = {
         "architectures": [_CLASSES[family]],
@@ -283,7 +285,7 @@ def _gpt2_keys(shape: ModelShape) -> dict[str, object]:
 
 
 def _llama_like(shape: ModelShape, family: str, positions: int) -> dict[str, object]:
-    stretched = int(shape.rope_original_positions * shape.rope_factor)
+    scaled_positions = int(shape.rope_original_positions * shape.rope_factor)
     config: dict[str, object] = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -293,9 +295,9 @@ def _llama_like(shape: ModelShape, family: str, positions: int) -> dict[str, obj
         "intermediate_size": shape.ffn,
         "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(shape.activation, shape.activation),
         "rms_norm_eps": shape.norm_eps,
-        "max_position_embeddings": max(positions, stretched) or USUAL_POSITIONS,
+        "max_position_embeddings": max(positions, scaled_positions) or USUAL_POSITIONS,
         "rope_parameters": _rope_config(shape),
-        "rope_theta": shape.rope_theta,  # this and the next for transformers before 5
+        "rope_theta": shape.rope_theta,  # this and the next key are for transformers before 5
         "rope_scaling": None if shape.rope_scaling == "none" else _rope_config(shape),
         "use_sliding_window": False,
         "sliding_window": None,
@@ -308,14 +310,14 @@ def _llama_like(shape: ModelShape, family: str, positions: int) -> dict[str, obj
 
 
 def _moe_keys(shape: ModelShape, family: str) -> dict[str, object]:
-    found: dict[str, object] = {
+    keys: dict[str, object] = {
         "num_local_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
         "router_aux_loss_coef": shape.balance_rate if shape.balance == "aux" else 0.0,
     }
     if family == "mixtral":
-        return found | {"intermediate_size": shape.expert_ffn}
-    return found | {
+        return keys | {"intermediate_size": shape.expert_ffn}
+    return keys | {
         "num_experts": shape.experts,
         "moe_intermediate_size": shape.expert_ffn,
         "norm_topk_prob": shape.renormalise,
@@ -336,8 +338,8 @@ def _rope_config(shape: ModelShape) -> dict[str, object]:
 
 
 def _family_mismatches(shape: ModelShape, family: str) -> Iterator[Problem]:
-    """What the family's code does differently from this shape."""
-    wanted: dict[str, object] = {
+    """Yield the differences between this shape and the family's code."""
+    required: dict[str, object] = {
         "embedding_norm": False,
         "kv_lora_rank": 0,
         "shared_experts": 0,
@@ -347,15 +349,15 @@ def _family_mismatches(shape: ModelShape, family: str) -> Iterator[Problem]:
         "module": "",
     }
     if family == "gpt2":
-        wanted |= {"positions": "learned", "bias": True, "gated": False, "qk_norm": False, "experts": 0}
-        wanted |= {"kv_heads": shape.heads, "head_dim": shape.hidden // shape.heads}
+        required |= {"positions": "learned", "bias": True, "gated": False, "qk_norm": False, "experts": 0}
+        required |= {"kv_heads": shape.heads, "head_dim": shape.hidden // shape.heads}
     else:
-        wanted |= {"positions": "rope", "gated": True}
-        wanted |= {"qkv_bias": family == "qwen2"} if not shape.bias else {}
-        wanted |= {"bias": False} if family != "llama" else {}
+        required |= {"positions": "rope", "gated": True}
+        required |= {"qkv_bias": family == "qwen2"} if not shape.bias else {}
+        required |= {"bias": False} if family != "llama" else {}
     if family == "mixtral":
-        wanted |= {"renormalise": True, "dense_layers": 0}
-    for key, value in wanted.items():
+        required |= {"renormalise": True, "dense_layers": 0}
+    for key, value in required.items():
         if getattr(shape, key) != value:
             yield Problem(
                 where=f"model {shape.name}",

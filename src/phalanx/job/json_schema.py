@@ -1,4 +1,4 @@
-"""The job file as JSON Schema, for editors that complete and check TOML: made from the rules that read it."""
+"""The job file as JSON Schema, generated from its rules, for editors that complete and check TOML."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from phalanx.job.model import known_presets
 from phalanx.job.model_section import shape_rules
 from phalanx.job.schema import SECTIONS, Job, RampStage, Waiver
 
-DIALECT = "http://json-schema.org/draft-07/schema#"  # what TOML editors (Taplo, Even Better TOML) read
+# The draft that TOML editors read (Taplo, Even Better TOML).
+DIALECT = "http://json-schema.org/draft-07/schema#"
 SCHEMA_NAME = "job.schema.json"
 SHIPPED = Path(__file__).with_name(SCHEMA_NAME)
 ROWS = {"ramp": RampStage, "waiver": Waiver}  # lists of tables
 
 
 def job_json_schema() -> dict[str, Any]:
-    """The schema of a job file; values that depend on each other, or on the hardware, are the planner's matter."""
-    plain = {"spec", "name", "profile", "rules", "waiver"}
-    top = _properties(item for item in fields(Job) if item.name in plain)
+    """Return the schema of a job file; constraints between keys, or on the hardware, are not part of it."""
+    top_keys = {"spec", "name", "profile", "rules", "waiver"}
+    top_properties = _properties(item for item in fields(Job) if item.name in top_keys)
     return {
         "$schema": DIALECT,
         "title": "Phalanx job file",
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            **top,
+            **top_properties,
             "model": _model_schema(),
             **{name: _section_schema(cls) for name, cls in SECTIONS.items()},
         },
@@ -37,7 +38,7 @@ def job_json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the file that is shipped, and that `phalanx schema` prints."""
+    """Return the text of the schema, as shipped and as `phalanx schema` prints it."""
     return json.dumps(job_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -50,28 +51,28 @@ def _model_schema() -> dict[str, Any]:
 
 
 def _section_schema(cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": _properties(fields(cls))}
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": _properties(fields(cls))}
     if cls.__doc__:
-        found["description"] = " ".join(cls.__doc__.split())
-    return found
+        schema["description"] = " ".join(cls.__doc__.split())
+    return schema
 
 
 def _properties(items: Iterable[Field[Any]]) -> dict[str, Any]:
-    found = {}
+    properties = {}
     for item in items:
         rule = rule_of(item.metadata)
         schema = _key_schema(rule)
         if item.name in ROWS:
             row = ROWS[item.name]
             inner = {"type": "object", "additionalProperties": False, "properties": _properties(fields(row))}
-            inner["required"] = [one.name for one in fields(row) if one.default is MISSING]
+            inner["required"] = [column.name for column in fields(row) if column.default is MISSING]
             schema = {**schema, "type": "array", "items": inner}
         if item.default is not MISSING and isinstance(item.default, bool | int | float | str):
             schema["default"] = item.default
-        found[rule.key or item.name] = schema
-    return found
+        properties[rule.key or item.name] = schema
+    return properties
 
 
 def _key_schema(rule: KeyRule) -> dict[str, Any]:
-    text = "; ".join(part for part in (rule.note, rule.expects) if part)
+    text = "; ".join(note for note in (rule.note, rule.expects) if note)
     return {**rule.schema, **({"description": text} if text else {})}

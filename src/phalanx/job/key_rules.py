@@ -1,4 +1,4 @@
-"""What a setting may hold: each rule reads one value of the job file or says, with the value, why it cannot."""
+"""Rules for settings: each rule reads one value of the job file, or raises WrongValue with the reason it cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT_TEXT = {"type": "string", "pattern": r"^(auto|[0-9][0-9_]*(\.[0-9]+)?([eE]
 
 
 class WrongValue(ValueError):
-    """The value breaks its rule; the text completes the sentence `key = value ...`."""
+    """Raised for a value that breaks its rule; the text completes the sentence `key = value ...`."""
 
     def __init__(self, text: str, *, fix: str = "") -> None:
         super().__init__(text)
@@ -29,20 +29,20 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRule:
-    """How one key is read: `expects` completes "use ...", `note` says what the key is for."""
+    """The rule of one key: `expects` completes "use ...", `note` explains the key."""
 
     expects: str
     read: Callable[[object], object]
     note: str
-    key: str = ""  # the name in the file, where it is not a Python name
-    schema: Mapping[str, object] = field(default_factory=dict)  # the same for editors, as JSON Schema
+    key: str = ""  # the name in the file, where it differs from the field's
+    schema: Mapping[str, object] = field(default_factory=dict)  # the same rule as JSON Schema, for editors
 
 
 Metadata = Mapping[str, KeyRule]
 
 
 def rule_of(metadata: Mapping[str, object]) -> KeyRule:
-    """The rule a dataclass field carries."""
+    """Return the rule of a dataclass field."""
     rule = metadata["rule"]
     assert isinstance(rule, KeyRule)
     return rule
@@ -51,7 +51,7 @@ def rule_of(metadata: Mapping[str, object]) -> KeyRule:
 def count(
     note: str, *, least: int = 1, most: int = MAX_COUNT, auto: bool = False, zero_is_auto: bool = False
 ) -> Metadata:
-    """A whole number; text such as "15T" counts too."""
+    """Return the rule of a whole number; text such as "15T" is accepted too."""
     expects = f"a whole number from {least:,} to {_power_text(most)}" + _or_auto(auto)
 
     def read(value: object) -> object:
@@ -69,7 +69,7 @@ def count(
 
 
 def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = False, above: bool = False) -> Metadata:
-    """A finite number; `above` excludes the lower end."""
+    """Return the rule of a finite number; `above` excludes the lower end."""
     expects = f"a number {'above' if above else 'from'} {least:g} {'and up to' if above else 'to'} {most:g}"
     expects += _or_auto(auto)
 
@@ -78,6 +78,7 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
             return AUTO
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise WrongValue(f"is {value_kind(value)}, not a number")
+        # float() overflows beyond 1,024 bits.
         if isinstance(value, int) and value.bit_length() > 1000:
             raise WrongValue(f"is above {most:g}")
         result = float(value)
@@ -95,23 +96,23 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
 
 
 def choice(note: str, *names: str) -> Metadata:
-    """One of a few words."""
-    listed = ", ".join(f'"{name}"' for name in names)
+    """Return the rule of a choice among a few words."""
+    choices = ", ".join(f'"{name}"' for name in names)
 
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {listed}")
+            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {choices}")
         if value not in names:
-            close = nearest(value, names)
-            fix = f'did you mean "{close}"? the choices are {listed}' if close else f"use one of {listed}"
+            suggestion = nearest(value, names)
+            fix = f'did you mean "{suggestion}"? the choices are {choices}' if suggestion else f"use one of {choices}"
             raise WrongValue("is not a choice", fix=fix)
         return value
 
-    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note, schema={"enum": list(names)})}
+    return {"rule": KeyRule(expects=f"one of {choices}", read=read, note=note, schema={"enum": list(names)})}
 
 
 def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
-    """true or false."""
+    """Return the rule of true or false."""
 
     def read(value: object) -> object:
         if isinstance(value, bool) or (auto and value == AUTO):
@@ -123,7 +124,7 @@ def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
 
 
 def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,096 characters") -> Metadata:
-    """A printable string, of a stated form where a pattern is given."""
+    """Return the rule of a printable string, which must match `pattern` if one is given."""
 
     def read(value: object) -> object:
         if not isinstance(value, str):
@@ -141,7 +142,7 @@ def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,09
 
 
 def texts(note: str, *, key: str, pattern: str = "", expects: str = "a text or a list of texts") -> Metadata:
-    """One string or a list of strings, always read as a tuple; each of a stated form where a pattern is given."""
+    """Return the rule of a string or a list of strings, read as a tuple; each must match `pattern` if one is given."""
 
     def read(value: object) -> object:
         items = [value] if isinstance(value, str) else value
@@ -151,13 +152,13 @@ def texts(note: str, *, key: str, pattern: str = "", expects: str = "a text or a
             raise WrongValue("has the wrong form")
         return tuple(items)
 
-    one: dict[str, object] = {"type": "string", **({"pattern": f"^(?:{pattern})$"} if pattern else {})}
-    schema = {"anyOf": [one, {"type": "array", "items": one}]}
+    item_schema: dict[str, object] = {"type": "string", **({"pattern": f"^(?:{pattern})$"} if pattern else {})}
+    schema = {"anyOf": [item_schema, {"type": "array", "items": item_schema}]}
     return {"rule": KeyRule(expects=expects, read=read, note=note, key=key, schema=schema)}
 
 
 def pair(note: str, *, least: float, most: float) -> Metadata:
-    """Two numbers in a half-open range, such as Adam's betas."""
+    """Return the rule of two numbers in a half-open range, such as Adam's betas."""
 
     def read(value: object) -> object:
         if not isinstance(value, list) or len(value) != 2:
@@ -168,13 +169,13 @@ def pair(note: str, *, least: float, most: float) -> Metadata:
         return float(low), float(high)
 
     expects = f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]"
-    each = {"type": "number", "minimum": least, "exclusiveMaximum": most}
-    schema = {"type": "array", "items": each, "minItems": 2, "maxItems": 2}
+    item_schema = {"type": "number", "minimum": least, "exclusiveMaximum": most}
+    schema = {"type": "array", "items": item_schema, "minItems": 2, "maxItems": 2}
     return {"rule": KeyRule(expects=expects, read=read, note=note, schema=schema)}
 
 
 def day(note: str) -> Metadata:
-    """A date, as TOML writes it or as text; kept as "2026-12-31"."""
+    """Return the rule of a date, in TOML's form or as text; stored as "2026-12-31"."""
     expects = "a date, as 2026-12-31"
 
     def read(value: object) -> object:
@@ -191,7 +192,7 @@ def day(note: str) -> Metadata:
 
 
 def nested(note: str) -> Metadata:
-    """A list of tables, read by the loader itself."""
+    """Return the rule of a list of tables, which the loader itself reads."""
     return {"rule": KeyRule(expects="a list of tables", read=lambda value: value, note=note)}
 
 
@@ -200,7 +201,7 @@ def _schema_or_auto(schema: dict[str, object], auto: bool) -> dict[str, object]:
 
 
 def value_kind(value: object) -> str:
-    """What a TOML value is, in plain words.
+    """Describe the kind of a TOML value in plain words.
 
     >>> value_kind(True), value_kind(3), value_kind("a"), value_kind([1, 2])
     ('true/false', 'a whole number', 'text', 'a list of 2')
@@ -223,7 +224,7 @@ def value_kind(value: object) -> str:
 
 
 def shown_value(value: object, *, limit: int = 60) -> str:
-    """A value as the job file would write it, cut short.
+    """Return a value as the job file would write it, shortened to `limit` characters.
 
     >>> shown_value(True), shown_value("a"), shown_value([1, "b"])
     ('true', '"a"', '[1, "b"]')
@@ -231,6 +232,7 @@ def shown_value(value: object, *, limit: int = 60) -> str:
     match value:
         case bool():
             result = "true" if value else "false"
+        # Python refuses to print integers of more than 4,300 digits.
         case int() if value.bit_length() > 200:
             result = f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
         case str():
@@ -260,9 +262,12 @@ def _whole_number(value: object) -> int:
 
 
 def _tidy_float(value: float) -> float:
-    """66.9 × 1e9 is 66,900,000,000.00001 in binary; people who write "66.9B" mean the whole number."""
-    whole = round(value) if math.isfinite(value) else value
-    return whole if abs(value - whole) <= 1e-9 * abs(value) else value
+    """Round a number that is whole but for the error of binary arithmetic.
+
+    66.9 × 1e9 is 66,900,000,000.00001 in binary; users who write "66.9B" mean the whole number.
+    """
+    rounded = round(value) if math.isfinite(value) else value
+    return rounded if abs(value - rounded) <= 1e-9 * abs(value) else value
 
 
 def _power_text(value: int) -> str:

@@ -1,4 +1,4 @@
-"""From a file to a Job and back: `load` reads, overrides, fills in, checks, and reports every mistake at once."""
+"""Load a job file, reporting all its mistakes together, and convert a Job to plain data."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from phalanx.job.sync_checks import check_sync
 
 DEFAULT_CLUSTER = "local"
 
-# With parallel.mode = "fixed" nothing is searched: what the file leaves out is simply not split.
-# data and shard stay "auto", they follow from the number of devices.
+# With parallel.mode = "fixed" there is no search: axes that the file omits are not split. data and shard stay "auto",
+# because they follow from the number of devices.
 FIXED = {
     "tensor": 1,
     "context": 1,
@@ -71,9 +71,9 @@ class ResolvedJob:
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
-    """Read a job file. Raises one UserError with all mistakes, each with its file and line.
+    """Read a job file; raises one UserError with all mistakes, each with its file and line.
 
-    `overrides` are `section.key=value` texts, as `--set` takes them.
+    `overrides` are texts of the form `section.key=value`, as `--set` takes them.
     """
     source = read_toml(Path(path), noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
@@ -82,7 +82,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
 
 
 def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origin]) -> ResolvedJob:
-    """A job from a table that some other file was translated into; `origins` say which of its lines each key is from.
+    """Return a job from a table that another file was translated into; `origins` are the lines of its keys.
 
     `path` is that file: paths in the job are relative to its folder. Raises UserError as `load` does.
     """
@@ -90,7 +90,7 @@ def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origi
 
 
 def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
-    """A file of `[[waiver]]` tables and nothing else, with the line of every key. Raises UserError as `load` does."""
+    """Read a file of `[[waiver]]` tables only, and the line of every key; raises UserError as `load` does."""
     source = read_toml(path, noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     for name in (name for name in source.table if name != "waiver"):
@@ -115,7 +115,11 @@ def _resolved_job(draft: Draft) -> ResolvedJob:
 
 
 def _build_job(draft: Draft) -> Job:
-    """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
+    """Build a Job from the values that could be read.
+
+    Mistakes are recorded in the draft, and refused values are replaced by placeholders, so that the checks can
+    continue.
+    """
     _refuse_non_tables(draft)
     draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "rules", "waiver"})
     preset = resolve_preset(draft)
@@ -137,8 +141,8 @@ def _build_job(draft: Draft) -> Job:
         draft.complain("cluster.file", "[cluster] gives both a spec and a file", fix="keep one of the two")
     elif not cluster.get("file") and not draft.bad & {"cluster.spec", "cluster.file"} and not cluster.get("spec"):
         cluster["spec"] = DEFAULT_CLUSTER
-    built = {name: cls(**_sound_values(sections[name])) for name, cls in SECTIONS.items()}
-    return Job(model=model, **({"name": "refused"} | _sound_values(top)), **built)
+    section_values = {name: cls(**_sound_values(sections[name])) for name, cls in SECTIONS.items()}
+    return Job(model=model, **({"name": "refused"} | _sound_values(top)), **section_values)
 
 
 def _refuse_non_tables(draft: Draft) -> None:
@@ -153,7 +157,10 @@ def _refuse_non_tables(draft: Draft) -> None:
 def _table_values(
     draft: Draft, prefix: tuple[str | int, ...], written: Mapping[str, object], wanted: Sequence[Field[Any]]
 ) -> dict[str, Any]:
-    """Values of one table by field name: None marks a refused one, a field left to its default is absent."""
+    """Return the values of one table by field name.
+
+    None marks a refused value; a field that keeps its default is absent.
+    """
     values: dict[str, Any] = {}
     by_key = {rule_of(item.metadata).key or item.name: item for item in wanted}
     if prefix:
@@ -177,7 +184,7 @@ def _sound_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derive_name(draft: Draft) -> None:
-    """A job without a name is called like its file."""
+    """Derive the name of a job without one from the file name."""
     if "name" in draft.table:
         return
     stem = re.sub(r"[^a-z0-9._-]+", "-", draft.path.stem.lower())[:63]
@@ -212,13 +219,13 @@ def _preset_origin(preset: Preset) -> Origin:
 
 
 def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, sequence: int | None) -> None:
-    """Both sizes of the global batch, from whichever is given."""
-    given = [name for name in ("global_tokens", "global_sequences") if name in batch]
-    if not given and preset is not None and "global_tokens" in preset.train:
+    """Fill in both sizes of the global batch from the one that is set."""
+    given_sizes = [name for name in ("global_tokens", "global_sequences") if name in batch]
+    if not given_sizes and preset is not None and "global_tokens" in preset.train:
         batch["global_tokens"] = preset.train["global_tokens"]
         draft.origins["batch.global_tokens"] = _preset_origin(preset)
-        given = ["global_tokens"]
-    if not given:
+        given_sizes = ["global_tokens"]
+    if not given_sizes:
         fix = 'add global_tokens = "4M" or global_sequences = 512 under [batch]'
         draft.complain(
             "batch",
@@ -227,11 +234,11 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
             fix=fix,
         )
         return
-    if sequence is None or any(batch[name] is None for name in given):
+    if sequence is None or any(batch[name] is None for name in given_sizes):
         return
-    if len(given) == 2:
+    if len(given_sizes) == 2:
         _check_batch(draft, batch, sequence)
-    elif given == ["global_tokens"]:
+    elif given_sizes == ["global_tokens"]:
         _sequences_from_tokens(draft, batch, sequence)
     else:
         batch["global_tokens"] = batch["global_sequences"] * sequence
@@ -240,21 +247,22 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
 
 
 def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
-    """Whole sequences. An exact number must be a whole number of them; "4M" is about four million and is rounded.
+    """Derive the number of sequences; an exact number of tokens must be a whole number of sequences.
 
-    Also where it divides exactly: "512k" tokens of 1,024 are 500 sequences, which eight replicas cannot share.
+    A number with a unit is approximate: "4M" is rounded, even where it divides exactly, because "512k" tokens of 1,024
+    are 500 sequences, which eight replicas cannot share.
     """
-    tokens, written = batch["global_tokens"], draft.section("batch").get("global_tokens")
-    sequences, rest = divmod(tokens, sequence)
+    tokens, given_tokens = batch["global_tokens"], draft.section("batch").get("global_tokens")
+    sequences, remainder = divmod(tokens, sequence)
     origin = Origin(kind="derived", where="batch.global_tokens / data.sequence")
     rounded = round_batch(tokens / sequence)
-    if isinstance(written, str) and not written.strip()[-1:].isdigit() and rounded * sequence != tokens:
+    if isinstance(given_tokens, str) and not given_tokens.strip()[-1:].isdigit() and rounded * sequence != tokens:
         sequences = rounded
         batch["global_tokens"] = sequences * sequence
         origin = Origin(
-            kind="derived", where=f"{shown_value(written)} in whole sequences, within 5 %, rich in factors of two"
+            kind="derived", where=f"{shown_value(given_tokens)} in whole sequences, within 5 %, rich in factors of two"
         )
-    elif rest:
+    elif remainder:
         draft.complain(
             "batch.global_tokens",
             f"batch.global_tokens = {tokens:,} is not a whole number of sequences of {sequence:,} tokens",
@@ -266,17 +274,17 @@ def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -
 
 
 def round_batch(wanted: float) -> int:
-    """The number of sequences within 5 % that divides best over ranks: most factors of two, then the nearest.
+    """Return the number of sequences within 5 % that divides best over ranks: most factors of two, then the nearest.
 
-    "4M" tokens of 8,192 are 488.3 sequences, which 64 replicas cannot share; people who write 4M mean 512.
+    "4M" tokens of 8,192 are 488.3 sequences, which 64 replicas cannot share; users who write 4M mean 512.
 
     >>> round_batch(4e6 / 8192), round_batch(3.2e6 / 2048)
     (512, 1536)
     """
     for power in range(60, -1, -1):
-        whole = max(1, round(wanted / (1 << power))) << power
-        if abs(whole - wanted) <= 0.05 * wanted:
-            return whole
+        rounded = max(1, round(wanted / (1 << power))) << power
+        if abs(rounded - wanted) <= 0.05 * wanted:
+            return rounded
     return max(1, round(wanted))
 
 
@@ -292,18 +300,18 @@ def _check_batch(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
 
 
 def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any], *, example: str) -> None:
-    """A list of tables, each read by the fields of its own dataclass."""
+    """Read a list of tables into a tuple of dataclasses."""
     name = key.rpartition(".")[2]
-    written = table.get(name)
-    if written is None:
+    tables = table.get(name)
+    if tables is None:
         return
     table[name] = None
-    if not isinstance(written, list) or not all(isinstance(item, dict) for item in written):
-        what = f"{key} = {shown_value(written)} is {value_kind(written)}, not a list of tables"
+    if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
+        what = f"{key} = {shown_value(tables)} is {value_kind(tables)}, not a list of tables"
         draft.complain(key, what, fix=f"use {example}")
         return
     path = tuple(key.split("."))
-    items = [_table_values(draft, (*path, index), item, fields(kind_of)) for index, item in enumerate(written)]
+    items = [_table_values(draft, (*path, index), item, fields(kind_of)) for index, item in enumerate(tables)]
     if all(len(_sound_values(item)) == len(fields(kind_of)) for item in items):
         table[name] = tuple(kind_of(**item) for item in items)
     else:
@@ -311,7 +319,7 @@ def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any]
 
 
 def _in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """By line, so that a person walks the file once; what has no line comes first."""
+    """Sort problems by line; those without a line come first."""
 
     def line(problem: Problem) -> int:
         tail = problem.where.rpartition(":")[2]
@@ -320,11 +328,11 @@ def _in_order(problems: Sequence[Problem]) -> list[Problem]:
     return sorted(problems, key=line)
 
 
-# A Job as plain data: what `--json` prints and a run folder stores.
+# A Job as plain data, which `--json` prints and a run folder stores.
 
 
 def job_to_dict(job: Job) -> dict[str, object]:
-    """Nested tables under the names the job file uses, in the order of the schema."""
+    """Return nested tables under the names of the job file, in the order of the schema."""
     result: dict[str, object] = {"spec": job.spec, "name": job.name, "profile": job.profile}
     if job.rules:
         result["rules"] = list(job.rules)
@@ -335,7 +343,8 @@ def job_to_dict(job: Job) -> dict[str, object]:
         section = getattr(job, name)
         if name in Job.JSON_UNLESS_DEFAULT and section == SECTIONS[name]():
             continue
-        omitted = getattr(section, "JSON_UNLESS_DEFAULT", ())  # a list that nobody wrote: jobs keep their digests
+        # An empty list is omitted, so that jobs keep the digests they had before the key existed.
+        omitted = getattr(section, "JSON_UNLESS_DEFAULT", ())
         keys = {
             item.name: rule_of(item.metadata).key or item.name
             for item in fields(section)
@@ -346,7 +355,7 @@ def job_to_dict(job: Job) -> dict[str, object]:
 
 
 def job_to_rows(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
-    """(dotted key, value, origin) of every setting."""
+    """Return (dotted key, value, origin) of every setting."""
     rows: list[tuple[str, object, str]] = []
     for section, value in job_to_dict(resolved.job).items():
         inner = value.items() if isinstance(value, dict) else [("", value)]

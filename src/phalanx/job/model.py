@@ -9,13 +9,13 @@ from functools import cache
 
 from phalanx.io.files import shipped_text
 
-TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
-VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): the meaning of data.tokens = "auto"
+VOCAB = 8192  # default vocabulary of a tokenizer that `phalanx data build` trains
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Everything about a model that parameters, FLOPs and memory depend on.
+    """All properties of a model that parameters, FLOPs and memory depend on.
 
     Dense models leave `experts` at 0. Multi-head latent attention (MLA) is on when `kv_lora_rank` > 0.
     """
@@ -36,7 +36,8 @@ class ModelShape:
     qk_norm: bool = False
     positions: str = "rope"  # "rope", "learned" or "alibi"
     max_positions: int = 0  # rows of a learned position table
-    sliding_window: int = 0  # tokens a token attends to, itself included; 0 is all before it. Only said, not modelled
+    # Tokens that a token attends to, including itself; 0 is all before it. Recorded only, not modelled.
+    sliding_window: int = 0
     embedding_norm: bool = False  # BLOOM: LayerNorm after the embedding
     experts: int = 0
     experts_per_token: int = 0
@@ -47,7 +48,7 @@ class ModelShape:
     router_score: str = "softmax"  # "softmax" over the experts or "sigmoid" of each
     renormalise: bool = True  # the weights of a token's chosen experts are made to sum to 1
     routed_scale: float = 1.0  # factor on what the routed experts add (DeepSeek)
-    balance: str = "none"  # "aux": a loss per sequence; "bias": router_bias moved after every step
+    balance: str = "none"  # "aux": a loss per sequence; "bias": router_bias is moved after every step
     balance_rate: float = 0.001  # coefficient of the loss, or how far the bias moves
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
@@ -62,21 +63,21 @@ class ModelShape:
     rope_low_factor: float = 1.0  # llama3: wavelengths above original / low are stretched in full
     rope_high_factor: float = 4.0  # llama3: wavelengths below original / high are left alone
     rope_original_positions: int = 0  # longest sequence before stretching
-    module: str = ""  # code of the user's own network: "file.py:build", "package.module:build" or an entry point
-    arguments: str = ""  # what build() receives, as a JSON object; a table in the job file
+    module: str = ""  # code that builds a custom network: "file.py:build", "package.module:build" or an entry point
+    arguments: str = ""  # arguments of build(), as a JSON object; a table in the job file
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer routes tokens to experts."""
+        """True if any layer routes tokens to experts."""
         return self.experts > 0
 
     @property
     def is_mla(self) -> bool:
-        """Whether attention goes through low-rank latents (DeepSeek)."""
+        """True if attention uses low-rank latents (DeepSeek)."""
         return self.kv_lora_rank > 0
 
 
-# Models by name: their shapes, and how they were trained where that is published (presets.toml).
+# Models by name: their shapes, and their training settings where published (presets.toml).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +90,13 @@ class Preset:
     train: Mapping[str, int]
 
     def model(self) -> ModelShape:
-        """The shape as a value."""
+        """Return the shape as a value."""
         return ModelShape(name=self.name, **self.shape)  # type: ignore[arg-type]
 
 
 @cache
 def known_presets() -> Mapping[str, Preset]:
-    """All presets by name, in the order of the file."""
+    """Return all presets by name, in the order of the file."""
     table = tomllib.loads(shipped_text(__file__, "presets.toml"))
     return {name: _make_preset(name, dict(entry)) for name, entry in table.items()}
 

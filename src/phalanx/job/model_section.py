@@ -1,4 +1,4 @@
-"""The [model] section: a preset or a config.json, keys written by hand over it, and what follows from the rest."""
+"""The [model] section: a preset or a config.json, keys of the job file that override it, and derived values."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ _MOST = {
     "sliding_window": limits.MAX_SEQUENCE,
     "rope_original_positions": limits.MAX_SEQUENCE,
 }
-# "file.py:build", "package.module:build", the name of an entry point, or nothing. A file alone is no entry point.
+# "file.py:build", "package.module:build", the name of an entry point, or empty. A file without a function is not an
+# entry point.
 MODULE_PATTERN = r"(?:[^:]+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*|[A-Za-z0-9][A-Za-z0-9._-]{0,99}(?<!\.py)|"
 MOST_ARGUMENTS = 100_000  # characters
 
 
 @cache
 def shape_rules() -> dict[str, KeyRule]:
-    """A rule for every key of ModelShape, from its type; sizes without a default must be at least 1."""
+    """Return a rule for every key of ModelShape, from its type; sizes without a default must be at least 1."""
     return {item.name: _shape_rule(item.name, str(item.type), item.default is MISSING) for item in fields(ModelShape)}
 
 
@@ -84,7 +85,7 @@ def _shape_rule(name: str, kind: str, required: bool) -> KeyRule:
 
 
 def _read_arguments(value: object) -> object:
-    """A table, kept as JSON so that a shape stays a plain value; that JSON itself is read too."""
+    """Return a table as JSON text, so that a shape holds only plain values; JSON text is accepted as well."""
     if value == "":
         return value
     try:
@@ -100,31 +101,31 @@ def _read_arguments(value: object) -> object:
 
 
 def resolve_preset(draft: Draft) -> Preset | None:
-    """The preset the job names, if it names one that exists."""
+    """Return the preset that the job names; None if it names none or an unknown one."""
     name = draft.section("model").get("preset")
     if name is None:
         return None
-    known = known_presets()
-    if isinstance(name, str) and name in known:
+    presets = known_presets()
+    if isinstance(name, str) and name in presets:
         draft.origins["model.preset"] = draft.written("model.preset")
-        return known[name]
-    close = nearest(name, known) if isinstance(name, str) else ""
-    fix = f'did you mean "{close}"?' if close else f"the known models are {', '.join(known)}"
+        return presets[name]
+    suggestion = nearest(name, presets) if isinstance(name, str) else ""
+    fix = f'did you mean "{suggestion}"?' if suggestion else f"the known models are {', '.join(presets)}"
     draft.complain("model.preset", f"model.preset = {shown_value(name)} is not a known model", fix=fix)
     return None
 
 
 def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> ModelShape:
-    """The model's shape; keys that were refused or are missing count as bad and hold 1."""
-    written = draft.section("model")
-    known = shape_rules()
-    draft.refuse_unknown(("model",), written, {*known, "preset", "hf_config"})
+    """Return the model's shape; keys that were refused or are missing count as bad and get the value 1."""
+    model_table = draft.section("model")
+    rules_by_key = shape_rules()
+    draft.refuse_unknown(("model",), model_table, {*rules_by_key, "preset", "hf_config"})
     values: dict[str, object] = {}
-    base = _base_values(draft, preset, written)
-    for name, rule in known.items():
+    base = _base_values(draft, preset, model_table)
+    for name, rule in rules_by_key.items():
         key = f"model.{name}"
-        if name in written:
-            values[name] = draft.read(key, written[name], rule)
+        if name in model_table:
+            values[name] = draft.read(key, model_table[name], rule)
         elif name in base:
             value, origin = base[name]
             values[name] = draft.read(key, value, rule, origin=origin)
@@ -134,12 +135,12 @@ def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> Mode
     _check_own_code(draft, values)
     for item in fields(ModelShape):
         draft.origins.setdefault(f"model.{item.name}", DEFAULT)
-    sound = {name: value for name, value in values.items() if value is not None}
-    return ModelShape(**(dict.fromkeys(_required_keys(), 1) | sound))  # type: ignore[arg-type]
+    good_values = {name: value for name, value in values.items() if value is not None}
+    return ModelShape(**(dict.fromkeys(_required_keys(), 1) | good_values))  # type: ignore[arg-type]
 
 
 def shape_of_config(path: Path) -> ModelShape:
-    """The shape a config.json alone describes. Raises UserError with everything wrong in it."""
+    """Return the shape that a config.json alone describes; raises UserError with everything wrong in it."""
     draft = Draft(path=path, table={"model": {"hf_config": path.name}}, lines={})
     shape = resolve_shape(draft, preset=None, job_name=path.parent.name or "model")
     if draft.problems:
@@ -148,7 +149,7 @@ def shape_of_config(path: Path) -> ModelShape:
 
 
 def _base_values(draft: Draft, preset: Preset | None, written: dict[str, object]) -> dict[str, tuple[object, Origin]]:
-    """Keys that come from the preset or the config.json, with their origin."""
+    """Return the keys that come from the preset or the config.json, with their origin."""
     if "preset" in written and "hf_config" in written:
         draft.complain("model.hf_config", "[model] names both a preset and an hf_config", fix="keep one of the two")
         return {}
@@ -181,7 +182,7 @@ def _from_config(draft: Draft, name: object) -> dict[str, tuple[object, Origin]]
 
 
 def _derive_values(draft: Draft, values: dict[str, object], *, job_name: str) -> None:
-    """Fill what follows from other keys; a refused key (None) derives nothing."""
+    """Fill in values that follow from other keys; a refused key (None) derives nothing."""
 
     def put(name: str, value: object, where: str) -> None:
         if name not in values and value is not None:
@@ -198,14 +199,16 @@ def _derive_values(draft: Draft, values: dict[str, object], *, job_name: str) ->
     if values.get("gated") is False:
         put("activation", "gelu_tanh", "model.gated = false, as GPT-2")
     if values.get("experts"):
-        # Left alone, routers send nearly all tokens to a few experts (arXiv:1701.06538 section 4).
-        biased = values.get("router_bias") is True
-        put("balance", "bias" if biased else "aux", "model.router_bias" if biased else "model.experts")
+        # Without balancing, routers send nearly all tokens to a few experts (arXiv:1701.06538 section 4).
+        has_router_bias = values.get("router_bias") is True
+        put(
+            "balance", "bias" if has_router_bias else "aux", "model.router_bias" if has_router_bias else "model.experts"
+        )
         put("router_bias", True if values.get("balance") == "bias" else None, 'model.balance = "bias"')
 
 
 def _check_rope(draft: Draft, values: dict[str, object]) -> None:
-    """Stretched rotary positions need to know from what length."""
+    """Check that scaled rotary positions come with the original length, and that the factors are in order."""
     scaling, original = values.get("rope_scaling"), values.get("rope_original_positions", 0)
     if scaling in ("llama3", "yarn") and original == 0:
         draft.complain(
@@ -224,7 +227,7 @@ def _check_rope(draft: Draft, values: dict[str, object]) -> None:
 
 
 def _check_own_code(draft: Draft, values: dict[str, object]) -> None:
-    """Arguments go to a module of the user's; without one nobody reads them."""
+    """Check that arguments come with a custom module, the only code that takes them."""
     if values.get("arguments") and not values.get("module"):
         draft.complain(
             "model.arguments",
@@ -239,12 +242,12 @@ def _required_keys() -> list[str]:
 
 
 def _refuse_missing(draft: Draft, values: dict[str, object]) -> None:
-    lacking = [name for name in _required_keys() if name not in values]
-    if lacking and not draft.bad & {"model", "model.preset", "model.hf_config", "model.heads", "model.hidden"}:
+    missing = [name for name in _required_keys() if name not in values]
+    if missing and not draft.bad & {"model", "model.preset", "model.hf_config", "model.heads", "model.hidden"}:
         draft.complain(
             "model",
-            f"[model] does not say {', '.join(lacking)}",
+            f"[model] does not say {', '.join(missing)}",
             why="the planner counts from the shape",
             fix='name a known model, as preset = "llama-3-8b"; or a hf_config = "config.json"; or give these keys',
         )
-    draft.bad |= {f"model.{name}" for name in lacking}
+    draft.bad |= {f"model.{name}" for name in missing}

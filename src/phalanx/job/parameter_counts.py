@@ -1,4 +1,4 @@
-"""Parameters of a decoder transformer, counted exactly from its shape."""
+"""The number of parameters of a decoder transformer, counted exactly from its shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.job.model import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
-    """Where the parameters are; `active` are those one token touches."""
+    """The parameters by part of the model; `active` are those that one token uses."""
 
     embedding: int
     head: int
@@ -24,7 +24,7 @@ class ParameterCount:
 
 
 def attention_parameters(m: ModelShape) -> int:
-    """One layer's attention: q, k, v and output projections, with biases and head norms."""
+    """Return the parameters of one layer's attention: q, k, v and output projections, with biases and head norms."""
     if m.is_mla:
         query_dim = m.qk_nope_dim + m.qk_rope_dim
         query = (
@@ -42,13 +42,13 @@ def attention_parameters(m: ModelShape) -> int:
 
 
 def mlp_parameters(hidden: int, ffn: int, *, gated: bool, bias: bool) -> int:
-    """One MLP: two matrices, three when gated."""
+    """Return the parameters of one MLP: two matrices, three when gated."""
     matrices = 3 if gated else 2
     return matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * bias
 
 
 def count_parameters(m: ModelShape) -> ParameterCount:
-    """Exact counts.
+    """Return the exact number of parameters of a model, by part.
 
     >>> llama = ModelShape(name="llama-3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128,
     ...                    ffn=14336, vocab=128256)

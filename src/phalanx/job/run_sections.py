@@ -1,4 +1,4 @@
-"""Sections of a job on its operation: checkpoints, faults, telemetry, the cluster, its cost, and how it is launched."""
+"""The sections of a job on its operation: checkpoints, faults, telemetry, cluster, cost and launching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K8S_NAME = r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What survives a failure."""
+    """Checkpoints: where they are written, how often, and how many are kept."""
 
     path: str = field(default="checkpoints", metadata=text("folder, relative to the run, or s3://bucket/prefix"))
     interval_s: float | Auto = field(
@@ -39,7 +39,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSettings:
-    """How failures are noticed and survived."""
+    """Detection of failures and recovery from them."""
 
     detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MAX_SECONDS))
     restart_s: float = field(
@@ -112,7 +112,7 @@ class FaultSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:
-    """What a run tells while it goes."""
+    """The measurements that a run records and serves."""
 
     interval_s: float = field(
         default=10.0, metadata=number("seconds between samples of each rank's device", above=True, most=MAX_SECONDS)
@@ -140,20 +140,20 @@ class Telemetry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterChoice:
-    """Where to run, as written; the hardware layer makes a Cluster of it."""
+    """The cluster as the job file names it; the hardware layer makes a Cluster of it."""
 
     spec: str = field(default="", metadata=text('such as "8xH100:16", or "local" for this machine'))
     file: str = field(default="", metadata=text("a cluster file, relative to the job file"))
 
     @property
     def target(self) -> str:
-        """The one of the two that is given."""
+        """The file or the spec, whichever is set."""
         return self.file or self.spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostSettings:
-    """Money and energy; None takes the figure from the planner's tables."""
+    """Cost and energy; None takes the value from the planner's tables."""
 
     usd_per_device_hour: float | None = field(default=None, metadata=number("what one device costs", most=1e5))
     pue: float | None = field(
@@ -165,7 +165,10 @@ class CostSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchChoice:
-    """Where `phalanx launch` starts the job. What is left out comes from the user's or the site's launch.toml."""
+    """The system on which `phalanx launch` starts the job.
+
+    Omitted keys come from the user's or the site's launch.toml.
+    """
 
     on: str = field(default="", metadata=choice("the system that starts it", "", "local", "slurm", "k8s"))
     queue: str = field(

@@ -1,6 +1,7 @@
-"""A job as values: one frozen dataclass per section of the file, every key with its rule and a line of explanation.
+"""The job schema: one frozen dataclass per section of the job file, each key with its rule and an explanation.
 
-Here is what is trained and how; run_sections.py has how the run is kept going, watched, paid for and launched.
+This file has the sections on what is trained and how; run_sections.py has those on checkpoints, faults, telemetry,
+cost and launching.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from phalanx.job.sync_section import SyncSettings
 
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
-RULE_ID_PATTERN = r"[A-Z]{2,12}[0-9]{1,4}"  # ours have three letters and three digits; others' rules may differ
+# Phalanx's own ids have three letters and three digits; those of other specifications may differ.
+RULE_ID_PATTERN = r"[A-Z]{2,12}[0-9]{1,4}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """What is read: token files, how many tokens in all, and how long a sequence is."""
+    """The training data: token files, the number of tokens to train on, and the length of a sequence."""
 
     paths: tuple[str, ...] = field(default=(), metadata=texts("folders that phalanx data build made", key="path"))
     corpus: str = field(
@@ -61,7 +63,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RampStage:
-    """A smaller global batch early in training: `global_tokens` per step until `until_tokens` were seen."""
+    """A smaller global batch early in training: `global_tokens` per step until `until_tokens` tokens have been seen."""
 
     until_tokens: int = field(metadata=count("tokens seen when this stage ends", most=MAX_TOKENS))
     global_tokens: int = field(metadata=count("tokens per step in this stage", most=MAX_TOKENS))
@@ -69,7 +71,7 @@ class RampStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """How much is learnt from at once. The file gives one of the two global sizes; both are filled in here."""
+    """The batch size. The file gives one of the two global sizes; the other is derived from it."""
 
     global_tokens: int = field(default=0, metadata=count("tokens per optimizer step", most=MAX_TOKENS))
     global_sequences: int = field(default=0, metadata=count("sequences per optimizer step", most=MAX_SEQUENCES))
@@ -79,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optim:
-    """The optimizer and its schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     name: str = field(default="adamw", metadata=choice("the update rule", "adamw", "adafactor", "adamw8bit", "muon"))
     lr: float = field(default=3e-4, metadata=number("peak learning rate", above=True, most=100.0))
@@ -95,7 +97,7 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Number formats of the arithmetic, of gradients on the wire, and of what is kept between steps."""
+    """The number formats of matrix products, of gradients on the wire, and of the state that is kept between steps."""
 
     compute: str = field(default="bf16", metadata=choice("matrix products", "bf16", "fp16", "fp8", "fp4", "fp32"))
     fp8_head: bool = field(
@@ -118,7 +120,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How the model is split: every key is a value to keep, or "auto" for the planner to choose."""
+    """The layout: each key is a value to keep, or "auto" for the planner to choose."""
 
     JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("order",)
 
@@ -188,7 +190,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
-    """What the loop does besides learning: how often it looks up, and when it gives up."""
+    """Settings of the training loop: starting weights, compilation, evaluation, samples, and when to give up."""
 
     weights: str = field(
         default="",
@@ -241,7 +243,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comm:
-    """How ranks talk to each other."""
+    """The communication between ranks: collective algorithm, bucket size and time-out."""
 
     algorithm: str = field(
         default=AUTO,
@@ -261,7 +263,7 @@ class Comm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginReferences:
-    """Code of the user's own, each as "file.py:name", "package.module:name" or the name of an entry point.
+    """References to custom code, each as "file.py:name", "package.module:name" or the name of an entry point.
 
     Keyword arguments may follow as a JSON object: 'log.py:LossLog {"every": 10}'.
     """
@@ -280,7 +282,7 @@ class PluginReferences:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiver:
-    """A rule of the specification that this job breaks on purpose, why, and until when."""
+    """A rule of the specification that this job breaks on purpose, with the reason and the last day it applies."""
 
     rule: str = field(
         metadata=text("id of the rule, as CKP001", pattern=RULE_ID_PATTERN, expects='an id such as "CKP001"')
@@ -291,7 +293,7 @@ class Waiver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """How exactly the arithmetic is to be repeated."""
+    """The reproducibility of the arithmetic."""
 
     reproducible: bool = field(
         default=False, metadata=flag("the same bits on any number of data ranks, for a price in speed")
@@ -300,9 +302,9 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How initial values and learning rates follow the model's size, so that those of a small model serve a large one.
+    """Scaling of initial values and learning rates, so that those tuned on a small model fit a large one.
 
-    `base_width` and `base_depth` are the size at which [optim] was tuned; there nothing changes.
+    `base_width` and `base_depth` are the size at which [optim] was tuned; at that size nothing changes.
     """
 
     parametrization: str = field(
@@ -324,7 +326,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Job:
-    """What a person asks for. `load` is the only maker: a Job in hand has passed every check that needs no hardware.
+    """A complete job. Only `load` makes one, so a Job has passed every check that needs no hardware.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/drill.toml").job
@@ -383,7 +385,8 @@ class Job:
     launch: LaunchChoice = field(default_factory=LaunchChoice)
     sync: SyncSettings = field(default_factory=SyncSettings)
 
-    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sync",)  # jobs without peers keep the digests they had
+    # jobs without peers keep the digests they had before [sync] existed
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sync",)
 
     def __repr__(self) -> str:
         from phalanx.job.text import job_line

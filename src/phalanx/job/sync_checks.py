@@ -1,4 +1,4 @@
-"""Mistakes of [sync] that need two keys to see, and settings of it that do nothing in the chosen mode."""
+"""Checks of [sync] that involve two keys, and warnings about keys without effect in the chosen mode."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ USED_BY = {
 
 
 def check_sync(draft: Draft, job: Job) -> None:
-    """What the keys of [sync] say together, and with the rest of the job."""
+    """Check the keys of [sync] against each other and against the rest of the job."""
     sync = job.sync
     if not sync.has_peers:
-        written = [key for key, origin in draft.origins.items() if key.startswith("sync.") and origin.by_hand]
-        for key in sorted(set(written) - {"sync.mode"}):
+        keys_by_hand = [key for key, origin in draft.origins.items() if key.startswith("sync.") and origin.by_hand]
+        for key in sorted(set(keys_by_hand) - {"sync.mode"}):
             draft.warn(key, f'{key} has no effect with sync.mode = "every-step"')
         return
     _check_counts(draft, job)
@@ -53,7 +53,7 @@ def check_sync(draft: Draft, job: Job) -> None:
         draft.warn("sync.screening", f'sync.screening = "loss" has no effect {what}: norms are looked at')
     for name, modes in USED_BY.items():
         key = f"sync.{name}"
-        # A job that was written out whole, as in an invitation, has every key.
+        # A job that was written out completely, as in an invitation, has every key.
         is_default = getattr(sync, name) == getattr(DEFAULTS, name)
         if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand and not is_default:
             draft.warn(key, f'{key} has no effect with sync.mode = "{sync.mode}"')
@@ -84,30 +84,30 @@ def _check_counts(draft: Draft, job: Job) -> None:
             why="one fragment at most is exchanged in a step",
             fix=f"use fragments = {sync.inner_steps} or less",
         )
-    if sync.delay_steps > (most := sync.inner_steps // sync.fragments) - 1 and sync.delay_steps:
+    if sync.delay_steps > (period := sync.inner_steps // sync.fragments) - 1 and sync.delay_steps:
         draft.complain(
             "sync.delay_steps",
-            f"sync.delay_steps = {sync.delay_steps} with a fragment sent every {most} steps",
+            f"sync.delay_steps = {sync.delay_steps} with a fragment sent every {period} steps",
             why="a result must be applied before the next fragment is sent",
-            fix=f"use delay_steps = {most - 1} or less, or fewer fragments" if most > 1 else "use delay_steps = 0",
+            fix=f"use delay_steps = {period - 1} or less, or fewer fragments" if period > 1 else "use delay_steps = 0",
         )
 
 
 def _check_trainer(draft: Draft, job: Job) -> None:
-    """What training with peers is not worked out for."""
-    said = f'sync.mode = "{job.sync.mode}"'
-    refused = (
+    """Refuse settings that training with peers does not support."""
+    setting = f'sync.mode = "{job.sync.mode}"'
+    unsupported = (
         (job.model.is_moe, "a model with experts", "peers would balance their experts each in its own way"),
         (job.precision.compute == "fp16", 'precision.compute = "fp16"', "each peer would find its own loss scale"),
         (bool(job.plugins.data), "plugins.data", "peers share out positions of a dataset folder"),
     )
-    for has, what, why in refused:
-        if has:
-            draft.complain("sync.mode", f"{said} with {what}", why=why, fix='use sync.mode = "every-step"')
+    for is_set, what, why in unsupported:
+        if is_set:
+            draft.complain("sync.mode", f"{setting} with {what}", why=why, fix='use sync.mode = "every-step"')
 
 
 def _warn_of_quality(draft: Draft, job: Job) -> None:
-    """Settings that work and were measured to cost loss: shared/design/frontier.md, a3 and 4."""
+    """Warn of settings that work but were measured to cost loss: shared/design/frontier.md, a3 and 4."""
     sync = job.sync
     if sync.mode in ("diloco", "quorum") and sync.synchronous_steps == 0:
         draft.warn(

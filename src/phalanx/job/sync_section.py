@@ -1,4 +1,4 @@
-"""The section [sync]: how peers that are joined by slow links exchange what they learn."""
+"""The section [sync]: how peers that are joined by slow links exchange gradients or weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from phalanx.job.key_rules import AUTO, Auto, choice, count, number
 SYNC_MODES = ("every-step", "target-batch", "diloco", "quorum")
 CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
 AGGREGATIONS = ("mean", "clipped-mean", "trimmed-mean", "median", "sign")
-WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs
-# Momentum of the outer step: 0.9 in runs of so many exchanges and inner steps, less in shorter ones (decision 0050).
+# Of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs.
+WARM_UP_SHARE = 0.2
+# Momentum of the outer step: 0.9 in runs of at least this many exchanges and inner steps, less in shorter ones
+# (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
-ROBUST = "clipped-mean"  # ends nearest to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md
-MOST_SUMMED_PEERS = 8  # whose sparse updates are summed: more were not measured
-TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005  # of the values that topk-2bit sends, by each of up to four peers and at least
+# Closest to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md.
+ROBUST = "clipped-mean"
+MOST_SUMMED_PEERS = 8  # largest number of peers whose sparse updates are summed: more were not measured
+# Share of the values that topk-2bit sends: of each of up to four peers, and the least with more peers.
+TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """How peers, each a whole copy of the model behind a slow link, exchange what they learn.
+    """The exchange among peers, each a whole copy of the model behind a slow link.
 
     "every-step" is training without peers: all ranks are one job on one fast network.
     """
@@ -123,12 +127,13 @@ class SyncSettings:
     )
 
     def outer_step(self, steps: int) -> tuple[float, float]:
-        """Learning rate and momentum of the outer step, in a run of so many steps.
+        """Return the learning rate and momentum of the outer step, in a run of `steps` steps.
 
         A momentum of 0.9 moves the weights up to seven times as far as peers went. Over hundreds of exchanges that is
-        DiLoCo's setting (arXiv:2311.08105); in runs of 480 steps it lost 1 to 5 % more than 0.5, in runs of 1,280 less.
-        What topk-2bit left out and carries along is a momentum already, as in SparseLoCo (arXiv:2508.15706); how far
-        its steps go says `update_scale`. Both in benchmarks/2026-11-18-peers-quality.md.
+        DiLoCo's setting (arXiv:2311.08105); in runs of 480 steps it lost 1 to 5 % more than 0.5, in runs of 1,280
+        less. The part that topk-2bit omits and carries along acts as a momentum already, as in SparseLoCo
+        (arXiv:2508.15706); `update_scale` determines how far its steps go. Both in
+        benchmarks/2026-11-18-peers-quality.md.
 
         >>> [SyncSettings(mode="diloco", inner_steps=20).outer_step(steps) for steps in (200, 1000, 10_000)]
         [(1.0, 0.5), (0.775, 0.8), (0.7, 0.9)]
@@ -137,9 +142,10 @@ class SyncSettings:
         >>> SyncSettings(mode="diloco", codec="topk-2bit").outer_step(10_000)
         (1.0, 0.0)
         """
-        apart = max(1, steps - self.warm_up_steps(steps))
-        shortness = max(LONG_STEPS / apart, LONG_EXCHANGES * self.inner_steps / apart)
+        peer_steps = max(1, steps - self.warm_up_steps(steps))
+        shortness = max(LONG_STEPS / peer_steps, LONG_EXCHANGES * self.inner_steps / peer_steps)
         momentum = min(max(1.0 - (1.0 - MOST_MOMENTUM) * shortness, LEAST_MOMENTUM), MOST_MOMENTUM)
+        # From 1 at the least momentum down to DiLoCo's 0.7 at the most.
         rate = 1.0 - 0.3 * (momentum - LEAST_MOMENTUM) / (MOST_MOMENTUM - LEAST_MOMENTUM)
         if self.codec == "topk-2bit":
             rate, momentum = 1.0, 0.0
@@ -149,10 +155,10 @@ class SyncSettings:
         )
 
     def update_scale(self, counted: int) -> float:
-        """What the mean of so many peers' updates is multiplied by before the outer step (decision 0058).
+        """Return the factor on the mean of `counted` peers' updates before the outer step (decision 0058).
 
-        Of few values that each peer sends, most are sent by one of them: the mean divides by all, and moves too little.
-        Their sum is what was sent. Above eight peers nobody measured whether it is too much.
+        With topk-2bit most values are sent by only one peer, so the mean, which divides by all peers, moves too
+        little; the sum moves as far as was sent. Above eight peers it was not measured whether the sum is too much.
 
         >>> [SyncSettings(codec="topk-2bit").update_scale(counted) for counted in (1, 4, 40)]
         [1.0, 4.0, 8.0]
@@ -164,9 +170,9 @@ class SyncSettings:
         return float(min(max(counted, 1), MOST_SUMMED_PEERS))
 
     def sent_share(self) -> float:
-        """Share of the values that topk-2bit sends: everybody receives what all others sent, n - 1 times as much.
+        """Return the share of the values that topk-2bit sends; every peer receives what the n - 1 others sent.
 
-        Together they send as many values as four peers do with 3 % each, but nobody less than 0.5 %.
+        All peers together send as many values as four peers do with 3 % each, but no peer sends less than 0.5 %.
 
         >>> [SyncSettings(peers=peers).sent_share() for peers in (0, 2, 4, 8, 40)]
         [0.03, 0.03, 0.03, 0.0129, 0.005]
@@ -176,7 +182,7 @@ class SyncSettings:
         return max(LEAST_TOP_SHARE, round(TOP_SHARE * 3 / max(3, self.peers - 1), 4))
 
     def aggregation_among(self, *, invited: bool) -> str:
-        """Return how updates are aggregated among peers that were invited, or are all of one owner (decision 0070).
+        """Return how updates are aggregated, among invited peers or among peers of one owner (decision 0070).
 
         >>> [SyncSettings().aggregation_among(invited=invited) for invited in (False, True)]
         ['mean', 'clipped-mean']
@@ -189,11 +195,11 @@ class SyncSettings:
 
     @property
     def has_peers(self) -> bool:
-        """Whether the job trains with peers at all."""
+        """True if the job trains with peers."""
         return self.mode != "every-step"
 
     def warm_up_steps(self, steps: int) -> int:
-        """Steps at the start that exchange gradients every time, of a run of so many.
+        """Return the number of steps at the start that exchange gradients every time, in a run of `steps` steps.
 
         >>> SyncSettings(mode="diloco").warm_up_steps(400), SyncSettings(mode="target-batch").warm_up_steps(400)
         (80, 0)

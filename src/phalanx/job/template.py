@@ -1,4 +1,4 @@
-"""The job file that `phalanx init` writes: one page, commented, and valid as it stands."""
+"""The job file that `phalanx init` writes: one page, commented, and valid without changes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 from phalanx.job.model import TOKENS_PER_PARAMETER, VOCAB, Preset
 from phalanx.units import format_count
 
-DEFAULT_BATCH_TOKENS = 4_194_304  # 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished
+# 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished.
+DEFAULT_BATCH_TOKENS = 4_194_304
 DEFAULT_SEQUENCE = 4096
 
 TINY = "phalanx-tiny"
-DATA = "data/tokens"  # folder of the dataset, beside the job file
-WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000  # of the steps; 2,000 were Llama 2's (arXiv:2307.09288)
+DATA = "data/tokens"  # folder of the dataset, relative to the job file
+# Of the steps; 2,000 were Llama 2's (arXiv:2307.09288).
+WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000
 
 _PAGE = """\
 #:schema ./job.schema.json
@@ -85,10 +87,10 @@ interval_s = 10  # between samples of utilization, memory and energy
 
 
 def render_template(*, file: str, name: str, preset: Preset, cluster: str, cores: int, parameters: int) -> str:
-    """The text of a new job file; `parameters` of the model say how much `tokens = "auto"` is."""
+    """Return the text of a new job file; `parameters` of the model determine the number of steps."""
     sequence = preset.train.get("sequence", DEFAULT_SEQUENCE)
     batch_tokens = preset.train.get("global_tokens", DEFAULT_BATCH_TOKENS)
-    local = cluster == "local"
+    is_local = cluster == "local"
     tokens = preset.train.get("tokens", TOKENS_PER_PARAMETER * parameters)
     steps = -(-tokens // batch_tokens)
     warmup_steps = warm_up_steps(steps)
@@ -108,29 +110,29 @@ def render_template(*, file: str, name: str, preset: Preset, cluster: str, cores
         batch_sequences=batch_tokens // sequence,
         warmup_tokens=f"{warmup_steps * batch_tokens:_}",
         warmup_steps=warmup_steps,
-        lr="1e-3" if local else "3e-4",
-        compute="fp32" if local else "bf16",
+        lr="1e-3" if is_local else "3e-4",
+        compute="fp32" if is_local else "bf16",
         cluster_key="file" if cluster.endswith(".toml") else "spec",
         cluster=json.dumps(cluster, ensure_ascii=False),  # a JSON string is a TOML string
         cluster_note=f'this machine, {cores} CPU cores; elsewhere "8xH100:16"'
-        if local
+        if is_local
         else "devices per host x type : hosts",
     )
 
 
 def vocab_of(preset: Preset) -> int:
-    """Tokens of a model; the tiny one gets those of the tokenizer that `phalanx data build` trains by default."""
+    """Return the vocabulary of a model; the tiny one has that of the default tokenizer of `phalanx data build`."""
     return VOCAB if preset.name == TINY else int(preset.shape["vocab"])
 
 
 def warm_up_steps(steps: int) -> int:
-    """Steps of linear warm-up in a run of so many: at least one, and never more than a tenth.
+    """Return the steps of linear warm-up in a run of `steps` steps: at least one, and at most a tenth.
 
     >>> [warm_up_steps(steps) for steps in (5, 500, 30_000, 10**6)]
     [1, 10, 300, 2000]
     """
-    wanted = min(MOST_WARM_UP, max(LEAST_WARM_UP, round(WARM_UP_SHARE * steps)))
-    return max(1, min(wanted, steps // 10))
+    target = min(MOST_WARM_UP, max(LEAST_WARM_UP, round(WARM_UP_SHARE * steps)))
+    return max(1, min(target, steps // 10))
 
 
 def _tokens_text(tokens: int | None) -> str:

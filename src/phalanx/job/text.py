@@ -1,4 +1,4 @@
-"""A job as text: the table that `phalanx show` prints, and a line."""
+"""A job as text: the table that `phalanx show` prints, and a one-line summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_NAME = 40  # characters of a model's name in a line
 
 
 def job_line(job: Job) -> str:
-    """Name, model and tokens of a job, in a line."""
+    """Return the name, model and tokens of a job in one line."""
     tokens = auto_tokens(job) or job.data.tokens
     count = tokens if isinstance(tokens, str) else format_count(tokens)
     model = one_line(job.model.name)
@@ -23,7 +23,7 @@ def job_line(job: Job) -> str:
 
 
 def job_table(resolved: ResolvedJob) -> str:
-    """Key, value and origin in three columns, a blank line between sections."""
+    """Return key, value and origin in three columns, with a blank line between sections."""
 
     def cell(value: object) -> str:
         if value is None:
@@ -45,7 +45,7 @@ def job_table(resolved: ResolvedJob) -> str:
 
 
 def auto_tokens(job: Job) -> int:
-    """What `data.tokens = "auto"` comes to for this model; 0 where the job names a number."""
+    """Return the number of tokens that `data.tokens = "auto"` means for this model; 0 if the job sets a number."""
     if job.data.tokens != "auto":
         return 0
     return TOKENS_PER_PARAMETER * count_parameters(job.model).total

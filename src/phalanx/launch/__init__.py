@@ -1,6 +1,6 @@
-"""Handing a planned job to the system that places it: this machine, Slurm, Kubernetes.
+"""Launching a planned job on the system that places it: this machine, Slurm or Kubernetes.
 
-resource_request.py computes what to ask for from the plan alone, settings.py what person, job and site chose,
-system.py is what a launch system must be able to do. node.py runs on every host: it starts the
-host's agent and tends it.
+resource_request.py computes the request from the plan alone, settings.py merges the choices of user, job and site, and
+system.py defines the interface of a launch system. node.py runs on every host: it starts the host's agent and restarts
+it when it dies.
 """

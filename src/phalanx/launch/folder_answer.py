@@ -1,4 +1,4 @@
-"""What a run folder tells of a launched job where its system cannot be asked."""
+"""The state of a launched job from its run folder, where its system cannot be queried."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ RUN_STATES = {"done": DONE, "stopped": CANCELLED, "failed": FAILED}
 
 
 def explain_from_folder(record: LaunchRecord, *, unseen: str, ask: str) -> JobExplanation:
-    """`unseen` says why the system cannot be asked, `ask` how it can; raises UserError without the folder."""
+    """Explain a job from its run folder; `unseen` is why the system cannot be queried, `ask` how it can be.
+
+    Raises UserError without the folder.
+    """
     status = open_run(record.run).status()
-    told = text(status, "state")
-    said = "".join(f": {line}" for line in text(status, "message").splitlines()[:1])
+    run_state = text(status, "state")
+    message = "".join(f": {line}" for line in text(status, "message").splitlines()[:1])
     return JobExplanation(
         id=record.id,
-        state=RUN_STATES.get(told, RUNNING if told == "running" else WAITING),
-        reason=f"its run folder says {told or 'nothing yet'}{said} ({unseen})",
+        state=RUN_STATES.get(run_state, RUNNING if run_state == "running" else WAITING),
+        reason=f"its run folder says {run_state or 'nothing yet'}{message} ({unseen})",
         cure=f"phalanx watch {record.run} follows it from here; {ask}",
     )

@@ -1,6 +1,6 @@
-"""Kubernetes as a launch system: manifests are applied server-side, all or none; then states, reasons and logs.
+"""Kubernetes as a launch system: apply manifests server-side, all or none, and read states, reasons and logs.
 
-Everything of a job carries the label `phalanx.run`; one object, the main one, owns the rest: nothing outlives it.
+All objects of a job carry the label `phalanx.run`; the main object owns the others, so they are deleted with it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ from phalanx.record.run_files import read_json, write_json
 from phalanx.record.secret import SECRET_BYTES
 from phalanx.units import plural
 
-PLACE = "kubernetes.json"  # in the run folder: which cluster and namespace it was submitted to
-MANAGER = "phalanx-"  # and a token of the launch: what two launches set differently is a conflict
-UNTOUCHED = ("", "created")  # what a run says that no pod has made ready
+PLACE = "kubernetes.json"  # in the run folder: the cluster and namespace it was submitted to
+# Followed by a token of the launch, so that values that two launches set differently conflict.
+MANAGER = "phalanx-"
+UNTOUCHED = ("", "created")  # states of a run that no pod has made ready
 STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(UNTOUCHED, WAITING)}
-GONE_S = 180.0  # for the pods of a cancelled job to be gone, beyond their grace period
+GONE_S = 180.0  # for the pods of a cancelled job to end, beyond their grace period
 POLL_S = 1.0
 MOST_POD_LOGS = 16
 WITHOUT_CLUSTER = "without a cluster, --dry-run prints the manifests and --no-submit writes them into run folders"
@@ -68,39 +69,42 @@ class KubernetesSystem:
     """Jobs of a cluster; an id is the name of the job's main object."""
 
     name = "k8s"
-    is_here = True  # manifests are made anywhere, and checked also in a dry run
+    is_here = True  # manifests can be made anywhere, and are checked in a dry run too
 
     def __init__(self, environ: Mapping[str, str], *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
         self._sleep = sleep
-        self._clients: dict[str, KubeClient] = {}  # by context: one connection and one request rate each
+        # By context: one connection and one request rate each.
+        self._clients: dict[str, KubeClient] = {}
 
     # ---- before a job is submitted -----------------------------------------------------------------------------------
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
-        """What the manifests need is said, and the live cluster has it."""
+        """Check that the settings are complete and that the live cluster can run the requests."""
         problems, remarks = check_settings(requests)
         if problems:
             raise UserError(problems)
-        real = [one for one in requests if (one.settings.flavour or "jobset") not in EXPORTS]
-        if submits and len(real) < len(requests):
-            flavour = next(one.settings.flavour for one in requests if one not in real)
+        cluster_requests = [request for request in requests if (request.settings.flavour or "jobset") not in EXPORTS]
+        if submits and len(cluster_requests) < len(requests):
+            flavour = next(request.settings.flavour for request in requests if request not in cluster_requests)
             raise mistake(
                 f"--flavour {flavour}",
                 "is a file for another tool, and nothing that a cluster takes",
                 fix="--dry-run prints it, --no-submit writes it into the run folder",
             )
-        if not real:
+        if not cluster_requests:
             return remarks
         if not submits and not has_access(self._environ):
             return [*remarks, "no cluster is configured here: namespace, queue, quota and rights were not checked"]
         client = self._client(instead=WITHOUT_CLUSTER)
         try:
-            for namespace in sorted({self._namespace(client, one) for one in real}):
-                here = [one for one in real if self._namespace(client, one) == namespace]
-                found, said = check_cluster(client, here, namespace)
-                problems += found
-                remarks += said
+            for namespace in sorted({self._namespace(client, request) for request in cluster_requests}):
+                namespace_requests = [
+                    request for request in cluster_requests if self._namespace(client, request) == namespace
+                ]
+                new_problems, new_remarks = check_cluster(client, namespace_requests, namespace)
+                problems += new_problems
+                remarks += new_remarks
         except SystemFailure as error:
             if submits:
                 raise
@@ -110,7 +114,7 @@ class KubernetesSystem:
         return remarks
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
-        """A file per job, without the run's key."""
+        """Return a file per job, without the run's key."""
         texts = {}
         for request in requests:
             flavour = request.settings.flavour or "jobset"
@@ -124,23 +128,23 @@ class KubernetesSystem:
     # ---- submitting --------------------------------------------------------------------------------------------------
 
     def write(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """Write the manifests into the run folders, with the key, for their owner alone; `--no-submit` ends here."""
+        """Write the manifests with the key into the run folders, readable only by their owner (`--no-submit`)."""
         for request in requests:
             flavour = request.settings.flavour or "jobset"
             if flavour in EXPORTS:
-                made = EXPORTS[flavour](request)
+                manifest = EXPORTS[flavour](request)
             else:
-                made = render_manifests(request, secret=secrets.token_hex(SECRET_BYTES))
-            replace_bytes(Path(request.run) / MANIFEST, made.encode(), mode=0o600)
+                manifest = render_manifests(request, secret=secrets.token_hex(SECRET_BYTES))
+            replace_bytes(Path(request.run) / MANIFEST, manifest.encode(), mode=0o600)
         return [Submitted(id=object_name(request), request=request) for request in requests]
 
     def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """Apply all objects, or none: first on trial, then what pods need, then what makes pods."""
+        """Apply all objects or none: first as a dry run, then what pods need, then what creates pods."""
         submitted = self.write(requests)
         client = self._client()
         jobs = [
-            (read_manifest(Path(one.request.run)), self._namespace(client, one.request), one.request)
-            for one in submitted
+            (read_manifest(Path(job.request.run)), self._namespace(client, job.request), job.request)
+            for job in submitted
         ]
         for _, namespace, request in jobs:
             self._keep_place(client, Path(request.run), namespace)
@@ -149,122 +153,126 @@ class KubernetesSystem:
 
     def _apply_all(self, client: KubeClient, jobs: Sequence[tuple[Sequence[Document], str]]) -> None:
         manager = MANAGER + secrets.token_hex(4)
-        listed = [(one, namespace) for documents, namespace in jobs for one in documents]
-        # A launch of its own mark on every object: another one under the same name is a conflict, never overwritten.
-        for document, _ in listed:
+        all_documents = [(item, namespace) for documents, namespace in jobs for item in documents]
+        # Each launch marks its objects, so that another launch of the same name is a conflict and never overwrites
+        # them.
+        for document, _ in all_documents:
             document["metadata"].setdefault("annotations", {})["phalanx.launch"] = manager
-        # Jobs of a sweep differ in their name alone: one trial speaks for all of a shape.
+        # Jobs of a sweep differ only in their name, so one dry run is enough for all of one shape.
         for documents, namespace in {job_shape(*job): job for job in reversed(jobs)}.values():
             for document in documents:
                 with self._sentences(client, document):
                     client.apply(object_path(document, namespace), document, manager=manager, dry_run=True)
-        made: list[tuple[Document, str]] = []
+        applied: list[tuple[Document, str]] = []
         try:
-            for document, namespace in sorted(listed, key=lambda one: one[0]["kind"] in MAIN_KINDS):
-                made.append((document, namespace))  # also when its answer is lost
+            for document, namespace in sorted(all_documents, key=lambda item: item[0]["kind"] in MAIN_KINDS):
+                # Before the call, because its answer may be lost.
+                applied.append((document, namespace))
                 with self._sentences(client, document):
                     answer = client.apply(object_path(document, namespace), document, manager=manager)
                 document["metadata"]["uid"] = answer.get("metadata", {}).get("uid", "")
         except BaseException as error:
-            self._take_back(client, made, error)
+            self._take_back(client, applied, error)
             raise
-        with suppress(KubeRefusal, PhalanxError):  # runs without it; only the TTL would leave the key behind
+        # The job runs without it; only the key would then stay after the TTL.
+        with suppress(KubeRefusal, PhalanxError):
             self._set_owners(client, jobs, manager)
 
     def _take_back(self, client: KubeClient, made: Sequence[tuple[Document, str]], error: BaseException) -> None:
-        """Delete what this launch has made; where even that fails, say what is left."""
-        left = []
+        """Delete the objects of this launch; if that fails too, raise SystemFailure naming those that remain."""
+        remaining = []
         for document, namespace in reversed(made):
             if "uid" not in document["metadata"] and isinstance(error, UserError):
-                continue  # the one that was refused: not ours
+                continue  # the refused object was not made by this launch
             try:
                 client.delete(object_path(document, namespace))
             except (KubeRefusal, PhalanxError):
-                left.append(f"{plural_of(document['kind'])}/{document['metadata']['name']}")
-        if left:
+                remaining.append(f"{plural_of(document['kind'])}/{document['metadata']['name']}")
+        if remaining:
             where = f"-n {made[0][1]}"
             raise SystemFailure(
                 Problem(
                     where=client.access.server,
-                    what=f"the API went away in mid-launch, and {plural(len(left), 'object')} may be left",
+                    what=f"the API went away in mid-launch, and {plural(len(remaining), 'object')} may be left",
                     why=str(error),
-                    fix=f"when it is back: kubectl delete {where} --ignore-not-found {' '.join(left)}",
+                    fix=f"when it is back: kubectl delete {where} --ignore-not-found {' '.join(remaining)}",
                 )
             ) from error
 
     def _set_owners(self, client: KubeClient, jobs: Sequence[tuple[Sequence[Document], str]], manager: str) -> None:
         for documents, namespace in jobs:
-            main = main_document(documents)
+            main_object = main_document(documents)
             owner = {
-                "apiVersion": main["apiVersion"],
-                "kind": main["kind"],
-                "name": main["metadata"]["name"],
-                "uid": main["metadata"]["uid"],
+                "apiVersion": main_object["apiVersion"],
+                "kind": main_object["kind"],
+                "name": main_object["metadata"]["name"],
+                "uid": main_object["metadata"]["uid"],
             }
-            for one in documents:
-                if one is not main:
-                    owned = {**one["metadata"], "ownerReferences": [owner]}
+            for document in documents:
+                if document is not main_object:
+                    owned = {**document["metadata"], "ownerReferences": [owner]}
                     owned.pop("uid", None)
-                    client.apply(object_path(one, namespace), {**one, "metadata": owned}, manager=manager)
+                    client.apply(object_path(document, namespace), {**document, "metadata": owned}, manager=manager)
 
     # ---- jobs that were submitted ------------------------------------------------------------------------------------
 
     def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
-        """What we launched, as the cluster sees it: three lists per namespace, however many jobs there are."""
-        records = [one for one in read_records(self._environ, system=self.name) if not ids or one.id in ids]
+        """Return the jobs launched from here as the cluster reports them, with three list calls per namespace."""
+        records = [record for record in read_records(self._environ, system=self.name) if not ids or record.id in ids]
         places: dict[tuple[str, str, str], list[LaunchRecord]] = {}
-        found: dict[str, QueuedJob] = {}
+        jobs: dict[str, QueuedJob] = {}
         for record in records:
             place = _read_place(record)
             if place is None:
                 with suppress(UserError):
-                    found[record.id] = _from_run_folder(record)
+                    jobs[record.id] = _from_run_folder(record)
             elif Run(path=Path(record.run)).status().get("state") == "done":
-                found[record.id] = _queued(record, DONE, "done", place)
+                jobs[record.id] = _queued(record, DONE, "done", place)
             else:
                 key = (place["context"], place["namespace"], place["kind"])
                 places.setdefault(key, []).append(record)
-        refused: dict[tuple[str, str, str], UserError] = {}
-        for place_key, listed in places.items():
+        errors_by_place: dict[tuple[str, str, str], UserError] = {}
+        for place_key, place_records in places.items():
             try:
-                found |= self._list_place(*place_key, listed)
+                jobs |= self._list_place(*place_key, place_records)
             except UserError as error:
                 if getattr(error.__cause__, "status", 0) != 403:
                     raise
-                refused[place_key] = error
-        if refused and not found:
-            raise next(iter(refused.values()))
-        for place_key in refused:  # a team that the user has left hides no job of another
+                errors_by_place[place_key] = error
+        if errors_by_place and not jobs:
+            raise next(iter(errors_by_place.values()))
+        # A namespace that the user may no longer read must not hide jobs in others.
+        for place_key in errors_by_place:
             for record in places[place_key]:
                 with suppress(UserError):
-                    found[record.id] = _from_run_folder(record, unseen=place_key[1])
-        return [found[one.id] for one in records if one.id in found]
+                    jobs[record.id] = _from_run_folder(record, unseen=place_key[1])
+        return [jobs[record.id] for record in records if record.id in jobs]
 
     def _list_place(
         self, context: str, namespace: str, kind: str, records: Sequence[LaunchRecord]
     ) -> dict[str, QueuedJob]:
         client = self._client(context)
         with self._sentences(client, {"kind": kind, "metadata": {"name": namespace}}):
-            mains, _ = client.list_objects(main_path(kind, namespace), labels=RUN_LABEL)
+            main_objects, _ = client.list_objects(main_path(kind, namespace), labels=RUN_LABEL)
             pods, _ = client.list_objects(kind_path("v1", "pods", namespace), labels=RUN_LABEL)
-            workloads = self._workloads(client, namespace) if any(one.queue for one in records) else []
-        by_name = {one["metadata"]["name"]: one for one in mains}
+            workloads = self._workloads(client, namespace) if any(main_object.queue for main_object in records) else []
+        by_name = {main_object["metadata"]["name"]: main_object for main_object in main_objects}
         running: dict[str, int] = {}
         for pod in pods:
             if (pod.get("status") or {}).get("phase") == "Running":
                 run = str(pod["metadata"].get("labels", {}).get(RUN_LABEL))
                 running[run] = running.get(run, 0) + 1
-        found = {}
+        jobs = {}
         for record in records:
-            main = by_name.get(record.id)
-            workload = find_workload(workloads, main) if main is not None else None
-            state, said = job_state(main, workload, running.get(record.id, 0))
-            told = str(Run(path=Path(record.run)).status().get("state")) if main is None else ""
-            if told in ("stopped", "failed"):
-                state, said = STATES[told], told
-            restarts = int(((main or {}).get("status") or {}).get("restarts") or 0)
-            found[record.id] = _queued(record, state, said, _read_place(record) or {}, restarts=restarts)
-        return found
+            job_object = by_name.get(record.id)
+            workload = find_workload(workloads, job_object) if job_object is not None else None
+            state, term = job_state(job_object, workload, running.get(record.id, 0))
+            run_state = str(Run(path=Path(record.run)).status().get("state")) if job_object is None else ""
+            if run_state in ("stopped", "failed"):
+                state, term = STATES[run_state], run_state
+            restarts = int(((job_object or {}).get("status") or {}).get("restarts") or 0)
+            jobs[record.id] = _queued(record, state, term, _read_place(record) or {}, restarts=restarts)
+        return jobs
 
     def _workloads(self, client: KubeClient, namespace: str) -> list[Document]:
         try:
@@ -275,34 +283,34 @@ class KubernetesSystem:
             raise
 
     def explain(self, job: str) -> JobExplanation:
-        """The sentence for a job that waits, runs or has ended."""
+        """Explain why a job waits, runs or has ended."""
         record = find_record(job, self._environ, system=self.name)
         run, place = open_run(record.run), _read_place(record)
         if place is not None and not has_access(self._environ):
             ask = f"phalanx why {record.id} with its kubeconfig asks the cluster"
             return explain_from_folder(record, unseen="no cluster is configured here", ask=ask)
-        said = str(run.status().get("state") or "")
+        run_state = str(run.status().get("state") or "")
         if place is None:
-            state = STATES.get(said, RUNNING)
-            reason, cure = f"the run says {said}", f"kubectl get jobset,pods -l {RUN_LABEL}={record.id}"
-            if said in UNTOUCHED:
-                reason, cure = (
+            state = STATES.get(run_state, RUNNING)
+            reason, remedy = f"the run says {run_state}", f"kubectl get jobset,pods -l {RUN_LABEL}={record.id}"
+            if run_state in UNTOUCHED:
+                reason, remedy = (
                     "no pod has begun",
                     f"kubectl apply --server-side -f {run.path / MANIFEST}, if not done yet",
                 )
-            return JobExplanation(id=record.id, state=state, reason=reason, cure=cure)
-        if said == "stopped" and self._get_main(record, place) is None:
-            again = f"phalanx requeue {record.id} resumes it"
-            return JobExplanation(id=record.id, state=CANCELLED, reason="it was cancelled", cure=again)
+            return JobExplanation(id=record.id, state=state, reason=reason, cure=remedy)
+        if run_state == "stopped" and self._get_main(record, place) is None:
+            resume_fix = f"phalanx requeue {record.id} resumes it"
+            return JobExplanation(id=record.id, state=CANCELLED, reason="it was cancelled", cure=resume_fix)
         facts = self._facts(record, place, text(run.status(), "message").partition("\n")[0])
-        state, reason, cure = explain_job(facts)
+        state, reason, remedy = explain_job(facts)
         if state == DONE:
-            cure = f"phalanx report {record.run}"
-        return JobExplanation(id=record.id, state=state, reason=reason, cure=cure.replace("RUN", record.run))
+            remedy = f"phalanx report {record.run}"
+        return JobExplanation(id=record.id, state=state, reason=reason, cure=remedy.replace("RUN", record.run))
 
     def _facts(self, record: LaunchRecord, place: Mapping[str, str], said: str) -> KubeFacts:
         client, namespace = self._client(place["context"]), place["namespace"]
-        main = self._get_main(record, place)
+        main_object = self._get_main(record, place)
         with self._sentences(client, {"kind": place["kind"], "metadata": {"name": record.id}}):
             pods, _ = client.list_objects(kind_path("v1", "pods", namespace), labels=f"{RUN_LABEL}={record.id}")
             try:
@@ -311,15 +319,17 @@ class KubernetesSystem:
                 if error.status != 403:
                     raise
                 events = []
-            workloads = self._workloads(client, namespace) if main is not None and record.queue else []
+            workloads = self._workloads(client, namespace) if main_object is not None and record.queue else []
         names = {record.id, *(str(pod["metadata"]["name"]) for pod in pods)}
-        about = [one for one in events if _is_about(one, record.id, names)]
+        job_events = [event for event in events if _is_about(event, record.id, names)]
         return KubeFacts(
             id=record.id,
-            main=main,
-            workload=find_workload(workloads, main) if main is not None else None,
+            main=main_object,
+            workload=find_workload(workloads, main_object) if main_object is not None else None,
             pods=pods,
-            events=sorted(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or "")),
+            events=sorted(
+                job_events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")
+            ),
             queue=record.queue,
             said=said,
             hosts=int(place.get("hosts") or 0),
@@ -331,7 +341,7 @@ class KubernetesSystem:
             return client.get(f"{main_path(place['kind'], place['namespace'])}/{record.id}")
 
     def logs(self, job: str) -> list[str]:
-        """What pods printed, fetched into the run folder, and what agents wrote there."""
+        """Fetch the output of pods into the run folder, and return these files and those of the agents."""
         record = find_record(job, self._environ, system=self.name)
         run, place = open_run(record.run), _read_place(record)
         folder = run.path / "logs"
@@ -344,75 +354,76 @@ class KubernetesSystem:
         path = kind_path("v1", "pods", namespace)
         with self._sentences(client, {"kind": "Pod", "metadata": {"name": record.id}}):
             pods, _ = client.list_objects(path, labels=f"{RUN_LABEL}={record.id}")
-        # Those that failed say most; of a gang of a thousand, nobody reads all.
+        # Failed pods first; of a thousand pods only some are fetched.
         order = sorted(pods, key=lambda pod: ((pod.get("status") or {}).get("phase") != "Failed", _pod_name(pod)))
         folder.mkdir(exist_ok=True)
         for pod in order[:MOST_POD_LOGS]:
             with suppress(KubeRefusal):  # 400: its container has not started
-                said = client.text(f"{path}/{_pod_name(pod)}/log", LOG_QUERY)
-                replace_bytes(folder / f"pod-{_pod_name(pod)}.log", said.encode())
+                log_text = client.text(f"{path}/{_pod_name(pod)}/log", LOG_QUERY)
+                replace_bytes(folder / f"pod-{_pod_name(pod)}.log", log_text.encode())
 
     def cancel(self, job: str) -> None:
-        """Delete its objects, and wait until its pods are gone."""
+        """Delete a job's objects, and wait until its pods are gone."""
         record, place = self._placed(job)
-        [one] = self.list_jobs([record.id])
-        if one.state in OVER and one.said != "not in the cluster":
+        [queued_job] = self.list_jobs([record.id])
+        if queued_job.state in OVER and queued_job.said != "not in the cluster":
             raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
         with said_to_be_cancelled(Run(path=Path(record.run))):
             self._delete_job(record, place)
 
     def _delete_job(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
         client, namespace = self._client(place["context"]), place["namespace"]
-        # A file in a folder that others may write: nothing is deleted that does not say it is of this run.
+        # The file is in a folder that others may write to, so only objects labelled with this run are deleted.
         documents = [
-            one
-            for one in read_manifest(Path(record.run))
-            if one["metadata"].get("labels", {}).get(RUN_LABEL) == record.id
+            document
+            for document in read_manifest(Path(record.run))
+            if document["metadata"].get("labels", {}).get(RUN_LABEL) == record.id
         ]
-        for document in sorted(documents, key=lambda one: one["kind"] not in MAIN_KINDS):
+        for document in sorted(documents, key=lambda document: document["kind"] not in MAIN_KINDS):
             with self._sentences(client, document):
                 client.delete(object_path(document, namespace))
-        waited, most = 0.0, GONE_S + max((grace_s(one) for one in documents), default=0.0)
+        waited_s, max_wait_s = 0.0, GONE_S + max((grace_s(document) for document in documents), default=0.0)
         pods = kind_path("v1", "pods", namespace)
         while True:
             with self._sentences(client, {"kind": "Pod", "metadata": {"name": record.id}}):
-                left, _ = client.list_objects(pods, labels=f"{RUN_LABEL}={record.id}")
-            if not left and self._get_main(record, place) is None:
+                remaining, _ = client.list_objects(pods, labels=f"{RUN_LABEL}={record.id}")
+            if not remaining and self._get_main(record, place) is None:
                 return
-            if waited > most:
+            if waited_s > max_wait_s:
                 raise SystemFailure(
                     Problem(
                         where=record.id,
-                        what=f"{plural(len(left), 'pod')} of it are still there after {most:g} s",
+                        what=f"{plural(len(remaining), 'pod')} of it are still there after {max_wait_s:g} s",
                         fix=f"kubectl get pods -n {namespace} -l {RUN_LABEL}={record.id} says on which nodes",
                     )
                 )
             self._sleep(POLL_S)
-            waited += POLL_S
+            waited_s += POLL_S
 
     def requeue(self, job: str) -> str:
-        """A running job saves and starts again by itself, a deactivated one is activated, an ended one applied anew."""
+        """Requeue a job: a running one saves and restarts, a deactivated one is activated, an ended one reapplied."""
         record, place = self._placed(job)
         run = open_run(record.run)
-        [one] = self.list_jobs([record.id])
-        if one.state == DONE:
+        [queued_job] = self.list_jobs([record.id])
+        if queued_job.state == DONE:
             raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
-        if one.state == RUNNING:
+        if queued_job.state == RUNNING:
             run.stop_file.write_text(WANTS_TO_GO_ON + "\n", encoding="utf-8")
             return record.id
-        if one.state == WAITING:
+        if queued_job.state == WAITING:
             self._activate(record, place)
             return record.id
         self._delete_job(record, place)
-        for path in (run.stop_file, run.path / READY):  # number 0 makes it ready anew, for pods with other addresses
+        # number 0 makes the run ready again, for pods with other addresses
+        for path in (run.stop_file, run.path / READY):
             path.unlink(missing_ok=True)
         run.set_status("created", message="requeued")
         self._apply_all(self._client(place["context"]), [(read_manifest(run.path), place["namespace"])])
         return record.id
 
     def _activate(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
-        client, main = self._client(place["context"]), self._get_main(record, place)
-        workload = find_workload(self._workloads(client, place["namespace"]), main or {})
+        client, main_object = self._client(place["context"]), self._get_main(record, place)
+        workload = find_workload(self._workloads(client, place["namespace"]), main_object or {})
         if workload is None or workload.get("spec", {}).get("active") is not False:
             raise mistake(record.id, "is already waiting", fix=f"phalanx why {record.id} says for what")
         with self._sentences(client, workload):
@@ -422,21 +433,21 @@ class KubernetesSystem:
 
     def _client(self, context: str = "", *, instead: str = "") -> KubeClient:
         if context not in self._clients:
-            made = KubeClient(read_access(self._environ, context=context, instead=instead))
-            made.rate.sleep = self._sleep
-            self._clients[context] = self._clients.setdefault(made.access.context, made)
+            client = KubeClient(read_access(self._environ, context=context, instead=instead))
+            client.rate.sleep = self._sleep
+            self._clients[context] = self._clients.setdefault(client.access.context, client)
         return self._clients[context]
 
     def _namespace(self, client: KubeClient, request: LaunchRequest) -> str:
         return request.settings.namespace or client.access.namespace
 
     def _keep_place(self, client: KubeClient, run: Path, namespace: str) -> None:
-        main = main_document(read_manifest(run))
-        spec = main["spec"]
+        main_object = main_document(read_manifest(run))
+        spec = main_object["spec"]
         pods = spec.get("completions") or spec.get("trainer", {}).get("numNodes")
-        pods = pods or sum(one["template"]["spec"]["completions"] for one in spec["replicatedJobs"])
+        pods = pods or sum(job["template"]["spec"]["completions"] for job in spec["replicatedJobs"])
         place = {"context": client.access.context, "server": client.access.server, "namespace": namespace}
-        write_json(run / PLACE, {**place, "kind": main["kind"], "hosts": str(pods)})
+        write_json(run / PLACE, {**place, "kind": main_object["kind"], "hosts": str(pods)})
 
     def _placed(self, job: str) -> tuple[LaunchRecord, dict[str, str]]:
         record = find_record(job, self._environ, system=self.name)
@@ -448,7 +459,7 @@ class KubernetesSystem:
 
     @contextmanager
     def _sentences(self, client: KubeClient, document: Document) -> Iterator[None]:
-        """Refusals as errors that name the object."""
+        """Turn refusals of the API into errors that name the object."""
         try:
             yield
         except KubeRefusal as error:
@@ -457,21 +468,21 @@ class KubernetesSystem:
 
 
 def _read_place(record: LaunchRecord) -> dict[str, str] | None:
-    """Where a job was submitted to; None where it was only written."""
+    """Return the cluster and namespace a job was submitted to; None if it was only written."""
     path = Path(record.run) / PLACE
     if not path.is_file():
         return None
     values = read_json(path)
-    found = {name: text(values, name) for name in ("context", "server", "namespace", "kind", "hosts")}
-    return found if found["kind"] in MAIN_KINDS and NAMESPACE.fullmatch(found["namespace"]) else None
+    place = {name: text(values, name) for name in ("context", "server", "namespace", "kind", "hosts")}
+    return place if place["kind"] in MAIN_KINDS and NAMESPACE.fullmatch(place["namespace"]) else None
 
 
 def _from_run_folder(record: LaunchRecord, *, unseen: str = "") -> QueuedJob:
-    """Where nothing was submitted, or the cluster does not show its namespace `unseen`."""
-    said = str(open_run(record.run).status().get("state") or "")
-    word = "manifests written" if said in UNTOUCHED else said
-    word = f"namespace {unseen} refused; the run says {said}" if unseen else word
-    return _queued(record, STATES.get(said, RUNNING), word, {})
+    """Return a job from its run folder, if it was not submitted or the cluster does not show its namespace `unseen`."""
+    run_state = str(open_run(record.run).status().get("state") or "")
+    term = "manifests written" if run_state in UNTOUCHED else run_state
+    term = f"namespace {unseen} refused; the run says {run_state}" if unseen else term
+    return _queued(record, STATES.get(run_state, RUNNING), term, {})
 
 
 def _queued(record: LaunchRecord, state: str, said: str, place: Mapping[str, str], *, restarts: int = 0) -> QueuedJob:
@@ -492,8 +503,8 @@ def _queued(record: LaunchRecord, state: str, said: str, place: Mapping[str, str
 
 
 def _is_about(event: Document, job: str, names: set[str]) -> bool:
-    about = str((event.get("involvedObject") or {}).get("name") or "")
-    return about in names or about == f"{job}-w-0"
+    subject = str((event.get("involvedObject") or {}).get("name") or "")
+    return subject in names or subject == f"{job}-w-0"
 
 
 def _pod_name(pod: Document) -> str:

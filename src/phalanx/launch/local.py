@@ -1,4 +1,4 @@
-"""This machine as a launch system: a launched job is a process in the background, which outlives the terminal."""
+"""This machine as a launch system: a launched job is a background process that outlives the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from phalanx.record.run import Run, open_run
 from phalanx.record.run_files import read_json, write_json
 from phalanx.units import plural
 
-PROCESS = "launch-process.json"  # in the run folder: the process that tends its agents
+PROCESS = "launch-process.json"  # in the run folder: the process that runs its agents
 STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED}
 END_S = 60.0  # to save and end after SIGTERM, before SIGKILL
 
@@ -48,17 +48,19 @@ class LocalSystem:
         self._environ = environ
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
-        """This machine has cores or GPUs for the largest request."""
+        """Check that this machine has cores or GPUs for the largest request."""
         machine, problems = discover(), []
         for request in requests:
             ranks = request.all_hosts * request.devices_per_host
-            most = len(machine.gpus) if request.accelerator != "cpu" else MOST_RANKS_PER_CORE * machine.usable_cores
-            if ranks > most:
+            max_ranks = (
+                len(machine.gpus) if request.accelerator != "cpu" else MOST_RANKS_PER_CORE * machine.usable_cores
+            )
+            if ranks > max_ranks:
                 kind = "GPU" if request.accelerator != "cpu" else "rank"
                 problems.append(
                     Problem(
                         where=request.name,
-                        what=f"asks for {plural(ranks, kind)}, spares included, but this machine can run {most}",
+                        what=f"asks for {plural(ranks, kind)}, spares included, but this machine can run {max_ranks}",
                         fix="launch it on a cluster (--on slurm), or plan it for this machine (--set cluster.spec=…)",
                     )
                 )
@@ -67,74 +69,75 @@ class LocalSystem:
         return []
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
-        """The command that is started."""
+        """Return the command that is started."""
         return {
-            f"{Path(one.run).name}.sh": shlex.join(self._command(one.run, _host_options(one))) + "\n"
-            for one in requests
+            f"{Path(request.run).name}.sh": shlex.join(self._command(request.run, _host_options(request))) + "\n"
+            for request in requests
         }
 
     def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """Start a process per request, in a session of its own."""
+        """Start a process per request, in a separate session."""
         for request in requests:
             self._start(Run(path=Path(request.run)), _host_options(request), request.environ)
         return [Submitted(id=Path(request.run).name, request=request) for request in requests]
 
     def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
-        """Jobs that were launched on this machine and whose folders are still there."""
-        found = []
+        """Return jobs that were launched on this machine and whose folders still exist."""
+        jobs = []
         for record in read_records(self._environ, system=self.name):
             if ids and record.id not in ids:
                 continue
-            with suppress(UserError):  # the folder is gone
-                found.append(self._describe(record, open_run(record.run)))
-        return found
+            with suppress(UserError):  # the folder was deleted
+                jobs.append(self._describe(record, open_run(record.run)))
+        return jobs
 
     def explain(self, job: str) -> JobExplanation:
-        """How a run on this machine fares, from its own record."""
+        """Explain the state of a run on this machine from its own record."""
         record = find_record(job, self._environ, system=self.name)
         run = open_run(record.run)
         state, status = self._state(run), run.status()
-        said = text(status, "message").splitlines()[:1]
+        message_lines = text(status, "message").splitlines()[:1]
         if state in (RUNNING, WAITING):
             return JobExplanation(id=record.id, state=state, reason="on this machine", cure=f"phalanx watch {run.path}")
         if state == DONE:
             return JobExplanation(
                 id=record.id, state=state, reason="the training is complete", cure=f"phalanx report {run.path}"
             )
-        reason = said[0] if said else "its process ended without an error message"
-        cure = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
-        return JobExplanation(id=record.id, state=state, reason=reason, cure=cure)
+        reason = message_lines[0] if message_lines else "its process ended without an error message"
+        remedy = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
+        return JobExplanation(id=record.id, state=state, reason=reason, cure=remedy)
 
     def logs(self, job: str) -> list[str]:
-        """What the background process and the agents printed."""
+        """Return the output files of the background process and of the agents."""
         run = open_run(find_record(job, self._environ, system=self.name).run)
         return [str(run.path / "logs" / name) for name in ("launch.log", "agent.log")]
 
     def cancel(self, job: str) -> None:
-        """Ask the process to save and end; end it after a minute."""
+        """Ask the process to save and end; kill it after a minute."""
         run = open_run(find_record(job, self._environ, system=self.name).run)
         process = _living_process(run)
         if process is None:
             raise mistake(job, "is not running", fix=f"phalanx why {job} says how it ended")
-        run.stop_file.touch()  # a person wants it to end: nothing starts it again
+        run.stop_file.touch()  # a user wants it to end, so it must not be restarted
         os.kill(process, signal.SIGTERM)
         deadline = time.monotonic() + END_S
         while _living_process(run) is not None:
             if time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)  # its agents die with it
+                os.kill(process, signal.SIGKILL)  # its agents end with it
+                # SIGKILL is sent again only if the process is still there a minute later.
                 deadline += END_S
             time.sleep(0.1)
 
     def requeue(self, job: str) -> str:
-        """Start it again from its newest checkpoint."""
+        """Restart a job from its newest checkpoint."""
         record = find_record(job, self._environ, system=self.name)
         run = open_run(record.run)
         if _living_process(run) is not None:
             raise mistake(job, "is still running", fix=f"phalanx cancel {job} ends it first")
         if run.status().get("state") == "done":
             raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
-        kept = read_json(run.path / PROCESS)
-        shape = [str(word) for word in kept.get("shape", ())]
+        stored = read_json(run.path / PROCESS)
+        shape = [str(word) for word in stored.get("shape", ())]
         run.stop_file.unlink(missing_ok=True)
         self._start(run, shape, {})
         return record.id
@@ -147,7 +150,7 @@ class LocalSystem:
         command = self._command(str(run.path), shape)
         try:
             with open(run.path / "logs" / "launch.log", "ab") as log:
-                # No object of ours: the process outlives us, and nobody waits for it.
+                # Not a subprocess object: the process outlives this one, which does not wait for it.
                 pid = os.posix_spawn(
                     command[0],
                     command,
@@ -179,10 +182,10 @@ class LocalSystem:
         )
 
     def _state(self, run: Run) -> str:
-        said = str(run.status().get("state") or "")
+        run_state = str(run.status().get("state") or "")
         if _living_process(run) is not None:
-            return RUNNING if said else WAITING
-        return STATES.get(said, FAILED)
+            return RUNNING if run_state else WAITING
+        return STATES.get(run_state, FAILED)
 
 
 def _host_options(request: LaunchRequest) -> list[str]:
@@ -191,7 +194,7 @@ def _host_options(request: LaunchRequest) -> list[str]:
 
 
 def _start_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since boot: tells it from a later one of the same number; 0 if gone."""
+    """Return the start of a process in clock ticks since boot, which with its pid identifies it; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -199,11 +202,11 @@ def _start_ticks(pid: int) -> int:
 
 
 def _living_process(run: Run) -> int | None:
-    """The process that tends a run, while it lives."""
-    kept: dict[str, Any] = {}
+    """Return the pid of the process that runs a run's agents; None if it has ended."""
+    stored: dict[str, Any] = {}
     with suppress(PhalanxError):
-        kept = read_json(run.path / PROCESS)
-    pid, started = integer(kept, "pid"), integer(kept, "started")
+        stored = read_json(run.path / PROCESS)
+    pid, started = integer(stored, "pid"), integer(stored, "started")
     if pid is None or pid < 1 or not started or _start_ticks(pid) != started or _is_zombie(pid):
         return None
     return pid

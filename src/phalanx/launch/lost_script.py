@@ -1,8 +1,8 @@
-"""What is left to do when the node of the batch script is lost, done by another node of the job.
+"""Complete the batch script's work on another node of the job, if the script's node is lost.
 
-Slurm does not kill such a job (`--no-kill`), and starts no other script: the agents would train to the end, and the job
-would hold its nodes until the time limit. So another node stops the run before that limit, and when the run is over it
-ends the job or puts it back into the queue.
+Slurm does not kill such a job (`--no-kill`), and starts no other script: the agents would train to the end, and the
+job would hold its nodes until the time limit. So another node stops the run before that limit, and when the run is
+over it ends the job or puts it back into the queue.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from phalanx.io.files import replace_text
 from phalanx.launch.system import CONCLUDED, REQUEUE, WANTS_TO_GO_ON
 from phalanx.record.run import Run
 
-SUCCESSORS = 3  # nodes that watch: the first that is left acts. Slurm is asked by so many, however large the job is
-LEFT = "script-node-left"  # in logs/: which launch the agent on the script's node saw the end of
+# Nodes that watch, of which the first remaining one acts; only this many query Slurm, however large the job is.
+SUCCESSORS = 3
+# In logs/: the launch whose end the agent on the script's node saw.
+LEFT = "script-node-left"
 COMMAND_S = 60.0  # for one of Slurm's commands
-LIMIT_S = 300.0  # between looks at the time limit, which operators change
-ASK_S = 5.0  # between questions, while the script's node is silent at the end of a run
-LOOK_S = 0.1  # between looks for the file
-SLURMD_TIMEOUT_S = 300.0  # after which Slurm gives a silent node up; its own default
-MARGIN_S = 60.0  # beyond twice that, after which a node that Slurm still counts is taken for alive
+LIMIT_S = 300.0  # between queries of the time limit, which operators may change
+ASK_S = 5.0  # between queries, while the script's node is silent at the end of a run
+LOOK_S = 0.1  # between checks for the file
+SLURMD_TIMEOUT_S = 300.0  # after which Slurm gives up a silent node; its own default
+# Beyond twice that time, a node that Slurm still lists is considered alive.
+MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
-    """A job as Slurm sees it: its state, the nodes it still has, the seconds to its limit."""
+    """A job as Slurm reports it: its state, the nodes it still has, the seconds to its limit."""
 
     state: str
     nodes: tuple[str, ...]
@@ -43,7 +46,7 @@ class JobView:
 
 
 class ScriptSuccessor:
-    """One node's part in it; most nodes have none."""
+    """The successor of the batch script on one node; on most nodes it does nothing."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class ScriptSuccessor:
         save_s: float,
         conclude: Callable[[], tuple[int, str]],
     ) -> None:
-        """`hosts` in their order; `conclude` says how the run ended: an exit code and a sentence."""
+        """Create the successor; `hosts` are in order, `conclude` returns the run's exit code and a sentence."""
         self._run, self._environ, self._own, self._script_node = run, dict(environ), own, script_node
         self._save_s, self._conclude = save_s, conclude
         self._job = environ.get("SLURM_JOB_ID", "")
@@ -67,12 +70,12 @@ class ScriptSuccessor:
         self._launched = str(run.launch().get("launched"))
 
     def begin(self) -> None:
-        """Watch the time limit from now on."""
+        """Start watching the time limit."""
         if self._watches:
             threading.Thread(target=self._watch_limit, daemon=True).start()
 
     def end(self) -> None:
-        """The run is over on this node. If the script's node is lost, do what the script would do next."""
+        """Complete the work of a lost script, when the run is over on this node."""
         self._over.set()
         if self._own == self._script_node:
             with contextlib.suppress(OSError):
@@ -81,7 +84,7 @@ class ScriptSuccessor:
             self._end_job_without_script()
 
     def _watch_limit(self) -> None:
-        """The signal before the time limit goes to the script alone. If that lives, it asks for the same."""
+        """Ask the run to save before the time limit, as the script, which alone gets the signal, does if it lives."""
         pause_s = 0.0
         while not self._over.wait(pause_s):
             view = self._view()
@@ -97,16 +100,16 @@ class ScriptSuccessor:
         while True:
             view = self._view()
             if view is not None and view.state != "RUNNING":
-                return  # cancelled, or on its way back to the queue
+                return  # cancelled, or returning to the queue
             if view is not None and self._script_node not in view.nodes:
-                left = [name for name in self._successors if name in view.nodes]
-                if left[:1] == [self._own]:
+                remaining = [name for name in self._successors if name in view.nodes]
+                if remaining[:1] == [self._own]:
                     self._end_job()
                 return
-            # As long as Slurm has not noticed, it counts a lost node as the job's.
+            # Until Slurm has noticed the loss, it lists the lost node as one of the job's.
             deadline = deadline or time.monotonic() + 2 * self._slurmd_timeout_s() + MARGIN_S
-            again_s = time.monotonic() + ASK_S
-            while time.monotonic() < again_s:
+            next_query_s = time.monotonic() + ASK_S
+            while time.monotonic() < next_query_s:
                 if self._is_script_node_there():
                     return
                 time.sleep(LOOK_S)
@@ -114,14 +117,15 @@ class ScriptSuccessor:
                 return
 
     def _end_job(self) -> None:
-        code, said = self._conclude()
-        lost = f"node {self._script_node} of the batch script was lost; {self._own} did the rest"
-        self._log(f"{lost}\n{CONCLUDED}{said}\n")
+        code, sentence = self._conclude()
+        loss_text = f"node {self._script_node} of the batch script was lost; {self._own} did the rest"
+        self._log(f"{loss_text}\n{CONCLUDED}{sentence}\n")
         if code != REQUEUE or self._ask("scontrol", "requeue", self._job) is None:
-            self._ask("scancel", self._job)  # Slurm knows no other way to end a job without its script
+            # Slurm has no other way to end a job without its script.
+            self._ask("scancel", self._job)
 
     def _log(self, text: str) -> None:
-        """Where the script wrote: our own output went to its node."""
+        """Append to the script's log, because our own output went to its node."""
         array, task = (self._environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
         name = f"slurm-{array}_{task}.log" if array else f"slurm-{self._job}.log"
         with contextlib.suppress(OSError), open(self._run.path / "logs" / name, "a", encoding="utf-8") as file:
@@ -132,7 +136,7 @@ class ScriptSuccessor:
         return self._run.path / "logs" / LEFT
 
     def _is_script_node_there(self) -> bool:
-        """Its agent saw the end of this launch, so the script does, too."""
+        """Return whether the script's agent saw the end of this launch, so that the script does, too."""
         try:
             with open(self._left_file, encoding="utf-8") as file:
                 return file.read(100).strip() == self._launched
@@ -140,42 +144,43 @@ class ScriptSuccessor:
             return False
 
     def _view(self) -> JobView | None:
-        """None when Slurm does not answer."""
-        told = self._ask("squeue", "-h", "-j", self._job, "-o", "%T|%N|%L")
-        state, _, rest = (told or "").strip().partition("|")
-        names, _, left = rest.partition("|")
+        """Query the job; None if Slurm does not answer."""
+        answer = self._ask("squeue", "-h", "-j", self._job, "-o", "%T|%N|%L")
+        state, _, names_and_limit = (answer or "").strip().partition("|")
+        names, _, time_left = names_and_limit.partition("|")
         nodes = self._ask("scontrol", "show", "hostnames", names) if names else ""
-        if told is None or nodes is None:
+        if answer is None or nodes is None:
             return None
-        return JobView(state=state, nodes=tuple(nodes.split()), left_s=slurm_seconds(left))
+        return JobView(state=state, nodes=tuple(nodes.split()), left_s=slurm_seconds(time_left))
 
     def _slurmd_timeout_s(self) -> float:
-        found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", self._ask("scontrol", "show", "config") or "", re.MULTILINE)
-        return float(found[1]) if found else SLURMD_TIMEOUT_S
+        match = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", self._ask("scontrol", "show", "config") or "", re.MULTILINE)
+        return float(match[1]) if match else SLURMD_TIMEOUT_S
 
     def _ask(self, *command: str) -> str | None:
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=COMMAND_S,
+                # Slurm's times are parsed, so they must not be translated.
                 env={**self._environ, "LC_ALL": "C"},
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             print(f"{command[0]}: {error}", file=sys.stderr)
             return None
-        if done.returncode:
-            print(f"{' '.join(command)}: {done.stderr.strip()[:300]}", file=sys.stderr)
+        if result.returncode:
+            print(f"{' '.join(command)}: {result.stderr.strip()[:300]}", file=sys.stderr)
             return None
-        return done.stdout
+        return result.stdout
 
 
 def slurm_seconds(word: str) -> float:
-    """A time as Slurm prints it.
+    """Parse a time as Slurm prints it.
 
     >>> [slurm_seconds(word) for word in ("6:56", "1:00:00", "2-01:00:00", "UNLIMITED")]
     [416.0, 3600.0, 176400.0, inf]
@@ -183,5 +188,5 @@ def slurm_seconds(word: str) -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", word.strip())
     if match is None:
         return math.inf
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

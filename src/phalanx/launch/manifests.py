@@ -1,4 +1,4 @@
-"""A launch as Kubernetes objects, in four flavours: JobSet, TrainJob, native PodGroup, plain Job."""
+"""A launch as Kubernetes objects (JobSet, TrainJob, native PodGroup or plain Job), and as SkyPilot or dstack task."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ WHOLE = {
 SLICE, SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
 GROUP = "w"  # the only replicated job of a JobSet
 TRAIN_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
-RESTARTS = 3  # of the whole gang, for what no single host can mend
-KEEP_S = 7 * 86400  # a finished job can be asked about for a week
+RESTARTS = 3  # of the whole gang, for failures that replacing a single host cannot fix
+KEEP_S = 7 * 86400  # a finished job stays in the API for a week
 Document = dict[str, Any]
 
 
 def render_manifests(request: LaunchRequest, *, secret: str | None = None) -> str:
-    """All objects of a launch as YAML; with `secret`, the run's key is among them."""
+    """Return all objects of a launch as YAML; with `secret`, the run's key is among them."""
     name = object_name(request)
     documents = FLAVOURS[request.settings.flavour or "jobset"](request, name)
-    if not request.settings.host_network:  # policies do not hold for pods in the network of their node
+    # Policies do not apply to pods in the network of their node.
+    if not request.settings.host_network:
         documents.append(network_policy(request, name))
     if secret is not None:
         documents.insert(
@@ -47,18 +48,19 @@ def render_manifests(request: LaunchRequest, *, secret: str | None = None) -> st
 
 
 def topology_annotations(request: LaunchRequest) -> dict[str, str]:
-    """Kueue's words for where the hosts should lie: the whole job, and the groups that exchange most within it.
+    """Return Kueue's annotations for the placement: the whole job, and the groups that communicate most within it.
 
-    `settings.topology` are node labels, the widest domain first. A group is asked for where it divides the pods evenly.
+    `settings.topology` are node labels, the widest domain first. A group is requested only if it divides the pods
+    evenly.
     """
     labels = request.settings.topology
     if not labels or not request.settings.queue:
         return {}
-    found = {WHOLE[request.settings.placement or "preferred"]: labels[0]}
-    groups = [one.hosts for one in request.placement if one.hosts < request.all_hosts]
+    annotations = {WHOLE[request.settings.placement or "preferred"]: labels[0]}
+    groups = [group.hosts for group in request.placement if group.hosts < request.all_hosts]
     if groups and len(labels) > 1 and request.all_hosts % groups[0] == 0:
-        found |= {SLICE: labels[-1], SLICE_SIZE: str(groups[0])}
-    return found
+        annotations |= {SLICE: labels[-1], SLICE_SIZE: str(groups[0])}
+    return annotations
 
 
 def _kubernetes_object(api: str, kind: str, request: LaunchRequest, name: str, **body: Any) -> Document:
@@ -71,7 +73,7 @@ def _kubernetes_object(api: str, kind: str, request: LaunchRequest, name: str, *
 
 
 def _with_kueue(document: Document, request: LaunchRequest) -> Document:
-    """Hands a job to Kueue, which starts it when its quota and topology allow."""
+    """Label a job for Kueue, which starts it when quota and topology allow."""
     if request.settings.queue:
         labels = document["metadata"]["labels"]
         labels[QUEUE_LABEL] = request.settings.queue
@@ -85,6 +87,7 @@ def _jobset_objects(request: LaunchRequest, name: str) -> list[Document]:
     spec = job_spec(request, f"{name}-{GROUP}-0-{{}}.{name}", annotations=topology_annotations(request))
     body = {
         "failurePolicy": {"maxRestarts": RESTARTS},
+        # Hosts look up each other's addresses before their pods are ready.
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
         "ttlSecondsAfterFinished": KEEP_S,
         "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": spec}}],
@@ -93,7 +96,7 @@ def _jobset_objects(request: LaunchRequest, name: str) -> list[Document]:
 
 
 def _trainjob_objects(request: LaunchRequest, name: str) -> list[Document]:
-    """A runtime of its own and a TrainJob that uses it; Kubeflow Trainer makes the JobSet."""
+    """Return a TrainingRuntime and a TrainJob that uses it; Kubeflow Trainer creates the JobSet."""
     api = "trainer.kubeflow.org/v1alpha1"
     spec = job_spec(request, f"{name}-node-0-{{}}.{name}", annotations=topology_annotations(request))
     template = {"metadata": {"labels": {TRAIN_STEP: "trainer"}}, "spec": spec}
@@ -101,45 +104,47 @@ def _trainjob_objects(request: LaunchRequest, name: str) -> list[Document]:
         "mlPolicy": {"numNodes": request.all_hosts},
         "template": {
             "spec": {
+                # Hosts look up each other's addresses before their pods are ready.
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
                 "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
             }
         },
     }
-    # The trainer's container is the one called "node".
+    # Kubeflow requires the trainer's container to be called "node".
     spec["template"]["spec"]["containers"][0]["name"] = "node"
     for rule in spec["podFailurePolicy"]["rules"]:
         if "onExitCodes" in rule:
             rule["onExitCodes"]["containerName"] = "node"
-    wanted = {
+    train_spec = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
         "trainer": {"numNodes": request.all_hosts},
     }
     return [
         _kubernetes_object(api, "TrainingRuntime", request, name, spec=runtime),
-        _with_kueue(_kubernetes_object(api, "TrainJob", request, name, spec=wanted), request),
+        _with_kueue(_kubernetes_object(api, "TrainJob", request, name, spec=train_spec), request),
     ]
 
 
 def _plain_job(request: LaunchRequest, name: str) -> list[Document]:
-    """An indexed Job and the headless Service that gives its pods names."""
+    """Return an indexed Job and the headless Service that gives its pods names."""
     spec = job_spec(request, f"{name}-{{}}.{name}", annotations=topology_annotations(request))
     spec["ttlSecondsAfterFinished"] = KEEP_S
     spec["template"]["spec"]["subdomain"] = name
     if request.settings.queue:
-        spec["suspend"] = True  # Kueue lets it go
+        spec["suspend"] = True  # Kueue resumes it
     service = _kubernetes_object(
         "v1",
         "Service",
         request,
         name,
+        # Hosts look up each other's addresses before their pods are ready.
         spec={"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {RUN_LABEL: name}},
     )
     return [service, _with_kueue(_kubernetes_object("batch/v1", "Job", request, name, spec=spec), request)]
 
 
 def _podgroup_objects(request: LaunchRequest, name: str) -> list[Document]:
-    """The scheduler's own gang (Kubernetes 1.37, gate GenericWorkload): all pods are bound, or none."""
+    """Return the scheduler's own gang (Kubernetes 1.37, gate GenericWorkload): all pods are bound, or none."""
     group = _kubernetes_object(
         "scheduling.k8s.io/v1beta1",
         "PodGroup",
@@ -161,12 +166,12 @@ FLAVOURS: dict[str, Callable[[LaunchRequest, str], list[Document]]] = {
 
 
 def network_policy(request: LaunchRequest, name: str) -> Document:
-    """The pods of a run hear each other and nobody else; out they reach each other, names, and an object store."""
-    same = {"podSelector": {"matchLabels": {RUN_LABEL: name}}}
+    """Return the policy of a run's pods: they reach only each other, DNS, and an object store."""
+    run_pods = {"podSelector": {"matchLabels": {RUN_LABEL: name}}}
     dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-    out: list[dict[str, Any]] = [{"to": [same]}, dns]
+    egress: list[dict[str, Any]] = [{"to": [run_pods]}, dns]
     if "://" in request.checkpoint:
-        out.append({"ports": [{"protocol": "TCP", "port": 443}]})
+        egress.append({"ports": [{"protocol": "TCP", "port": 443}]})
     return _kubernetes_object(
         "networking.k8s.io/v1",
         "NetworkPolicy",
@@ -175,17 +180,17 @@ def network_policy(request: LaunchRequest, name: str) -> Document:
         spec={
             "podSelector": {"matchLabels": {RUN_LABEL: name}},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [same]}],
-            "egress": out,
+            "ingress": [{"from": [run_pods]}],
+            "egress": egress,
         },
     )
 
 
-# ---- other people's files --------------------------------------------------------------------------------------------
+# ---- files for other tools ----------------------------------------------------------------------------------------
 
 
 def render_skypilot(request: LaunchRequest) -> str:
-    """A SkyPilot task; its nodes are hosts, in the order of SKYPILOT_NODE_IPS."""
+    """Return a SkyPilot task; its nodes are hosts, in the order of SKYPILOT_NODE_IPS."""
     resources: dict[str, Any] = {"image_id": f"docker:{request.settings.image}"} if request.settings.image else {}
     if request.accelerator != "cpu":
         resources["accelerators"] = f"{request.accelerator.split('-')[0]}:{request.devices_per_host}"
@@ -200,7 +205,7 @@ def render_skypilot(request: LaunchRequest) -> str:
 
 
 def render_dstack(request: LaunchRequest) -> str:
-    """A dstack task; its nodes are hosts, in the order of DSTACK_NODES_IPS."""
+    """Return a dstack task; its nodes are hosts, in the order of DSTACK_NODES_IPS."""
     task: dict[str, Any] = {
         "type": "task",
         "name": object_name(request),
@@ -216,5 +221,5 @@ def render_dstack(request: LaunchRequest) -> str:
 
 
 def _shell_command(request: LaunchRequest, addresses: str, index: str) -> str:
-    """The command of a host whose names and number a system's variables give; the key is in the run folder."""
+    """Return the command of a host; its names and number are the tool's variables, the key is in the run folder."""
     return f"{shlex.join(host_command(request))} --names {addresses} --index {index}"

@@ -1,4 +1,4 @@
-"""The pod of one host: what runs in it, with which rights, volumes and network. docs/launch-kubernetes.md says why."""
+"""The pod of one host: its command, rights, volumes and network. docs/launch-kubernetes.md has the reasons."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from phalanx.launch.system import REQUEUE
 
 POD_MODULE = "phalanx.launch.pod"
 CONTAINER = "agent"
-USER = 1000  # where root launches: no root in the container
+USER = 1000  # used when root launches, so that the container does not run as root
 RUN_LABEL = "phalanx.run"
 KEY_FOLDER = "/etc/phalanx"  # the Secret with the run's key
-RETRIES_PER_INDEX = 6  # of one host, for failures that are its own
-USER_ERROR = 2  # exit code: trying again would fail the same way
+RETRIES_PER_INDEX = 6  # for failures of one host
+USER_ERROR = 2  # exit code: another attempt would fail the same way
 VENDORS = {"amd": "amd.com/gpu"}
 
 
 def object_name(request: LaunchRequest) -> str:
-    """The run's name as Kubernetes takes it: lower case, digits and dashes, short enough for host names made of it."""
-    plain = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(request.run).name.lower()).strip("-")
-    return (plain if plain[:1].isalpha() else f"run-{plain}")[:45].rstrip("-")
+    """Return the run's name as a Kubernetes name: lower case, digits and dashes, short enough for host names."""
+    cleaned = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(request.run).name.lower()).strip("-")
+    return (cleaned if cleaned[:1].isalpha() else f"run-{cleaned}")[:45].rstrip("-")
 
 
 def host_command(request: LaunchRequest) -> list[str]:
-    """What a host runs, without its name."""
+    """Return the command of a host, without its name."""
     words = [request.settings.python or "python", "-P", "-m", POD_MODULE, request.run]
     words += ["--hosts", str(request.hosts), "--spares", str(request.spares), "--slots", str(request.devices_per_host)]
     return words + (["--allow-code"] if "--allow-code" in request.agent else [])
 
 
 def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict[str, str]) -> dict[str, Any]:
-    """A PodTemplateSpec for every host of the run."""
+    """Return the PodTemplateSpec for every host of the run."""
     settings = request.settings
     metadata: dict[str, Any] = {"labels": {RUN_LABEL: object_name(request)}}
     if annotations:
         metadata["annotations"] = annotations
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
+        # Training needs no rights in the cluster, and no variables of other services.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": int(request.save_s),
@@ -49,6 +50,7 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
             "runAsUser": run_user(),
             "runAsGroup": run_user(),
             "fsGroup": run_user(),
+            # The default policy changes the owner of every file on the volume at each start.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -57,6 +59,7 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
             {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
             {"name": "key", "secret": {"secretName": f"{object_name(request)}-key", "defaultMode": 0o440}},
             {"name": "tmp", "emptyDir": {}},
+            # A container's default /dev/shm of 64 MiB is too small for NCCL and data loaders.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -68,26 +71,26 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
 
 
 def run_user() -> int:
-    """Who made the run folder, and so may write into it; agents refuse the key of another user."""
+    """Return the user who owns the run folder and may write into it; agents refuse the key of another user."""
     return os.getuid() or USER
 
 
 def gpu_resource(request: LaunchRequest) -> str:
-    """The extended resource of the accelerator."""
+    """Return the extended resource of the accelerator."""
     kind = "amd" if request.accelerator.upper().startswith("MI") else "nvidia"
     return VENDORS.get(kind, "nvidia.com/gpu")
 
 
 def _host_container(request: LaunchRequest, host_pattern: str) -> dict[str, Any]:
     settings = request.settings
-    counted: dict[str, Any] = {}
+    device_counts: dict[str, Any] = {}
     if request.accelerator != "cpu":
-        counted[gpu_resource(request)] = request.devices_per_host
+        device_counts[gpu_resource(request)] = request.devices_per_host
     rights: dict[str, Any] = {"drop": ["ALL"]}
     if settings.rdma:
-        counted[settings.rdma] = 1
+        device_counts[settings.rdma] = 1
         rights["add"] = ["IPC_LOCK"]  # RDMA pins memory
-    requests = dict(counted) if counted else {"cpu": request.devices_per_host}
+    requests = dict(device_counts) if device_counts else {"cpu": request.devices_per_host}
     variables = {**request.environ, "HOME": "/tmp", "TMPDIR": "/tmp"}
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in sorted(variables.items())]
     env += [
@@ -100,7 +103,7 @@ def _host_container(request: LaunchRequest, host_pattern: str) -> dict[str, Any]
         "image": settings.image,
         "command": [*host_command(request), "--names", host_pattern, "--key", f"{KEY_FOLDER}/secret"],
         "env": env,
-        "resources": {"requests": requests, "limits": counted} if counted else {"requests": requests},
+        "resources": {"requests": requests, "limits": device_counts} if device_counts else {"requests": requests},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -120,17 +123,20 @@ def _pod_field(name: str, path: str) -> dict[str, Any]:
 
 
 def job_spec(request: LaunchRequest, host_pattern: str, *, annotations: dict[str, str]) -> dict[str, Any]:
-    """An indexed Job: a pod per host, of which a failed one is replaced alone."""
+    """Return an indexed Job: a pod per host, where only a failed pod is replaced."""
     return {
         "parallelism": request.all_hosts,
         "completions": request.all_hosts,
         "completionMode": "Indexed",
+        # A failed pod is replaced alone; `backoffLimit: 0` would end the whole gang.
         "backoffLimitPerIndex": RETRIES_PER_INDEX,
+        # Each spare may replace one host that failed for good.
         "maxFailedIndexes": request.spares,
+        # Not before the old pod has ended: two pods must not have the same number.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                # Preempted, drained, or its node is gone: not the job's fault, and no retry is used up.
+                # Preempted, drained, or its node is gone: not the job's fault, so it uses up no retry.
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "Ignore", "onExitCodes": _exit_codes(REQUEUE)},
                 {"action": "FailJob", "onExitCodes": _exit_codes(USER_ERROR)},

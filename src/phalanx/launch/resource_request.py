@@ -1,4 +1,4 @@
-"""What a launch asks for, computed from the plan and the settings alone: the same for every launch system."""
+"""The request to a launch system, computed from the plan and the settings alone, the same for every system."""
 
 from __future__ import annotations
 
@@ -15,51 +15,54 @@ from phalanx.plan.prediction import predict_layout
 from phalanx.plan.request import request_from_job
 from phalanx.units import format_seconds, plural
 
-# Beside training: imports, the first step, the last checkpoint. Our own choice; a run of CPUs takes 20 s of it.
+# Seconds besides training: imports, the first step, the last checkpoint. Our own choice; a run on CPUs takes 20 s.
 START_AND_END_S = 600.0
-LEAST_SAVE_S = 60.0  # between the signal and the time limit, on top of what the plan says a checkpoint takes
+# Between the signal and the time limit, in addition to the plan's time for a checkpoint.
+LEAST_SAVE_S = 60.0
 MOST_SAVE_S = 900.0
 NODE_MODULE = "phalanx.launch.node"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementGroup:
-    """Consecutive hosts that exchange much: the nearer they are, the better. Inner groups come first."""
+    """Consecutive hosts that communicate much and should be close together. Inner groups come first."""
 
-    axes: tuple[str, ...]  # that run inside a group, such as ("tensor", "pipeline")
+    axes: tuple[str, ...]  # axes that run within a group, such as ("tensor", "pipeline")
     hosts: int  # of one group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """What a launch system is asked for: hosts, devices, time, and what to start on each host."""
+    """The request to a launch system: hosts, devices, time, and the command to start on each host."""
 
     name: str
     group: str  # jobs that were launched together; may be empty
-    run: str  # the run folder, seen by all hosts
-    hosts: int  # that the plan needs
-    spares: int  # hosts beside them, which replace lost ones
+    run: str  # the run folder, visible to all hosts
+    hosts: int  # hosts that the plan needs
+    spares: int  # additional hosts, which replace lost ones
     devices_per_host: int
     accelerator: str  # "cpu" where ranks run on cores
     time_limit_s: float
-    save_s: float  # before the limit at which the run is asked to save and end
+    save_s: float  # time before the limit at which the run is asked to save and end
     environ: Mapping[str, str]
     checkpoint: str  # folder or URL of the checkpoints
     placement: tuple[PlacementGroup, ...]
     agent: tuple[str, ...]  # command of one host's agent; the run folder is its last argument
     settings: LaunchSettings
-    inputs: tuple[tuple[str, str], ...] = ()  # key of the job and absolute path: what every host reads beside the run
+    # Key of the job and absolute path of the inputs that every host reads besides the run.
+    inputs: tuple[tuple[str, str], ...] = ()
     shares_hosts: bool = False  # other jobs may run on the same host
-    volume: str = ""  # folder that a volume of the cluster is mounted at, above the run; empty: the one around it
+    # Mount point of a cluster volume that contains the run; empty: the folder around the run.
+    volume: str = ""
 
     @property
     def volume_folder(self) -> PurePosixPath:
-        """What every host sees: the run lies in it, and the job's inputs must."""
+        """The folder that every host sees: it contains the run, and must contain the job's inputs."""
         return PurePosixPath(self.volume or PurePosixPath(self.run).parent)
 
     @property
     def all_hosts(self) -> int:
-        """Hosts of the plan and spares."""
+        """The number of hosts of the plan and spares."""
         return self.hosts + self.spares
 
 
@@ -77,10 +80,10 @@ def launch_request(
     shares_hosts: bool = False,
     volume: str = "",
 ) -> LaunchRequest:
-    """What to ask a launch system for. `python` is the interpreter that the hosts have, unless the settings name one.
-    `volume` is the folder that all hosts see, where it is not the one around the run.
+    """Return the request for a plan.
 
-    Raises UserError where the ranks cannot be dealt to the hosts that were asked for.
+    `python` is the interpreter on the hosts, unless the settings name one. `volume` is the folder that all hosts see,
+    if it is not the one around the run. Raises UserError if the ranks cannot be distributed to the requested hosts.
     """
     hosts, devices = deal_ranks(plan, settings)
     checkpoint = plan.job.checkpoint.path
@@ -106,7 +109,7 @@ def launch_request(
 
 
 def deal_ranks(plan: Plan, settings: LaunchSettings) -> tuple[int, int]:
-    """Hosts, and devices on each of them."""
+    """Return the number of hosts, and of devices on each of them."""
     ranks = plan.layout.devices
     if settings.hosts is None:
         devices = min(max(1, plan.cluster.host_devices), ranks)
@@ -122,20 +125,20 @@ def deal_ranks(plan: Plan, settings: LaunchSettings) -> tuple[int, int]:
 
 
 def time_limit_s(plan: Plan, settings: LaunchSettings) -> float:
-    """Seconds to ask for, a whole number of minutes: the upper end of the plan's 80 % interval, unless one is set."""
-    wanted = settings.time_s if settings.time_s is not None else plan.duration.wall_s_high + START_AND_END_S
-    return 60.0 * max(1, math.ceil(wanted / 60.0))
+    """Return the seconds to request, in whole minutes: the upper end of the plan's 80 % interval, unless one is set."""
+    limit_s = settings.time_s if settings.time_s is not None else plan.duration.wall_s_high + START_AND_END_S
+    return 60.0 * max(1, math.ceil(limit_s / 60.0))
 
 
 def save_allowance_s(plan: Plan) -> float:
-    """How long before the limit a run is asked to save: a step, the checkpoint, and a minute."""
-    trouble = plan.reliability
-    wanted = LEAST_SAVE_S + plan.prediction.step_s_high + trouble.blocking_s + trouble.persist_s
-    return float(math.ceil(min(wanted, MOST_SAVE_S)))
+    """Return how long before the limit a run is asked to save: a step, the checkpoint, and a minute."""
+    reliability = plan.reliability
+    allowance_s = LEAST_SAVE_S + plan.prediction.step_s_high + reliability.blocking_s + reliability.persist_s
+    return float(math.ceil(min(allowance_s, MOST_SAVE_S)))
 
 
 def placement_groups(plan: Plan, devices_per_host: int) -> tuple[PlacementGroup, ...]:
-    """Groups of the mesh that span several hosts, innermost first; ranks are numbered in this order too.
+    """Return groups of the mesh that span several hosts, innermost first, which is also the order of the ranks.
 
     An axis of `size` ranks, `stride` apart, lies within size × stride consecutive ranks.
     """
@@ -148,15 +151,15 @@ def placement_groups(plan: Plan, devices_per_host: int) -> tuple[PlacementGroup,
 
 
 def placement_cost(plan: Plan, *, slower: float = 2.0) -> str:
-    """A sentence on what a worse placement costs: links between hosts `slower` times as slow; empty for one host."""
+    """Describe the cost of a worse placement, with links between hosts `slower` times as slow; empty for one host."""
     if plan.cluster.domains < 2 or not any("NIC" in use.tier for use in plan.mapping):
         return ""
     cluster = replace(plan.cluster, nic_bytes_per_s=plan.cluster.nic_bytes_per_s / slower)
     request, _ = request_from_job(plan.job, cluster)
-    usual, _ = request_from_job(plan.job, plan.cluster)
+    usual_request, _ = request_from_job(plan.job, plan.cluster)
     worse_s = predict_layout(request, plan.layout)[0].step_s
-    share = worse_s / predict_layout(usual, plan.layout)[0].step_s - 1.0
+    increase = worse_s / predict_layout(usual_request, plan.layout)[0].step_s - 1.0
     return (
         f"with 1/{slower:g} of the bandwidth between hosts a step takes {format_seconds(plan.prediction.step_s)} "
-        f"+ {share:.1%}"
+        f"+ {increase:.1%}"
     )

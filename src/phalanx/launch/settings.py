@@ -1,7 +1,8 @@
-"""What person, job and site chose for launching: the command line before the job, the job before launch.toml.
+"""Launch settings from the command line, the job and launch.toml, in this order of precedence.
 
-launch.toml is looked for in ~/.config/phalanx (XDG_CONFIG_HOME), then in /etc/xdg/phalanx (XDG_CONFIG_DIRS). It has the
-keys of the job's [launch] and, because whoever runs the command owns the file, `preamble`: lines of shell.
+launch.toml is searched for in ~/.config/phalanx (XDG_CONFIG_HOME), then in /etc/xdg/phalanx (XDG_CONFIG_DIRS). It has
+the keys of the job's [launch] and `preamble`, lines of shell, which a job may not have: the user or the site owns this
+file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLAVOURS = ("jobset", "trainjob", "podgroup", "job", "skypilot", "dstack")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 MODULE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._+/-]{0,199}")
 OPTION = re.compile(r"--[a-z][a-z-]{1,40}(=[0-9A-Za-z._,:@=+%&|*!\[\]()/-]{1,200})?")
-# What we set ourselves, and depend on.
+# Options of sbatch that Phalanx sets and depends on.
 OWN_OPTIONS = (
     *("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "array", "signal", "requeue", "no-requeue"),
     *("open-mode", "chdir", "time", "comment", "wrap", "parsable", "test-only", "no-kill", "wait"),
@@ -35,7 +36,7 @@ OWN_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """What was chosen, from wherever; None and empty where nobody chose."""
+    """The merged settings; None and empty where no source sets a value."""
 
     on: str = "local"
     queue: str = ""
@@ -50,7 +51,7 @@ class LaunchSettings:
     mounts: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    preamble: tuple[str, ...] = ()  # lines of shell, of launch.toml alone
+    preamble: tuple[str, ...] = ()  # lines of shell, only from launch.toml
     # Kubernetes; launch/k8s.py
     flavour: str = ""
     namespace: str = ""
@@ -63,7 +64,7 @@ class LaunchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteFile:
-    """launch.toml: the keys of [launch], and lines of shell."""
+    """A launch.toml: the keys of [launch], and lines of shell."""
 
     launch: LaunchChoice
     preamble: tuple[str, ...] = field(
@@ -72,30 +73,31 @@ class SiteFile:
 
 
 def launch_settings(job: LaunchChoice, environ: Mapping[str, str], **chosen: Any) -> LaunchSettings:
-    """`chosen` on the command line, then the job's [launch], then launch.toml of the user, then of the site.
+    """Merge `chosen` from the command line, the job's [launch], the user's launch.toml and the site's, in this order.
 
-    Raises UserError for a value that no launch system could take.
+    Raises UserError for a value that no launch system could accept.
     """
-    sites = [read_site_file(path) for path in site_files(environ)]
-    sources = [job, *(site.launch for site in sites)]
+    site_files_read = [read_site_file(path) for path in site_files(environ)]
+    sources = [job, *(site_file.launch for site_file in site_files_read)]
     values = {name: value for name, value in chosen.items() if value not in (None, "", ())}
     _check_chosen(values)
     for name in (item.name for item in fields(LaunchChoice)):
-        given = [value for source in sources if (value := getattr(source, name)) not in ("", (), AUTO, False)]
-        if given and name not in (*values, "environ"):
-            values[name] = given[0]
-    preambles = [site.preamble for site in sites if site.preamble]
-    # Variables add up: a site says how its network is used, a job how it is.
+        set_values = [value for source in sources if (value := getattr(source, name)) not in ("", (), AUTO, False)]
+        if set_values and name not in (*values, "environ"):
+            values[name] = set_values[0]
+    preambles = [site_file.preamble for site_file in site_files_read if site_file.preamble]
+    # Variables add up: a site's describe its network, a job's describe how it uses it.
     variables = _environment_variables([text for source in reversed(sources) for text in source.environ])
-    found = LaunchSettings(**values, environ=variables, preamble=preambles[0] if preambles else ())
-    _check_settings(found)
-    return found
+    settings = LaunchSettings(**values, environ=variables, preamble=preambles[0] if preambles else ())
+    _check_settings(settings)
+    return settings
 
 
 def _check_chosen(values: Mapping[str, Any]) -> None:
-    """What the command line gives keeps the rules of the job's keys; raises UserError."""
+    """Check values of the command line against the rules of the job's keys; raises UserError."""
     rules = {item.name: rule_of(item.metadata) for item in fields(LaunchChoice)}
-    for name in ("queue", "hosts", "time_s"):  # the others are names, which are compared with those that there are
+    # The rest are names, which are compared with the existing ones.
+    for name in ("queue", "hosts", "time_s"):
         try:
             rules[name].read(values.get(name, AUTO if name != "queue" else ""))
         except WrongValue as error:
@@ -106,26 +108,26 @@ def _check_chosen(values: Mapping[str, Any]) -> None:
 
 
 def site_files(environ: Mapping[str, str]) -> list[Path]:
-    """launch.toml of the user and of the site, where they are."""
+    """Return the existing launch.toml of the user and of the site."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "/nonexistent", ".config")
     folders = [home, *(environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)]
     return [path for folder in folders if folder and is_file(path := Path(folder) / "phalanx" / FILE)]
 
 
 def read_site_file(path: Path) -> SiteFile:
-    """A launch.toml; raises UserError with all its mistakes."""
+    """Read a launch.toml; raises UserError with all its mistakes."""
     file = read_toml(path, noun="launch file")
-    own = [item for item in fields(SiteFile) if item.metadata]
-    known = {rule_of(item.metadata).key or item.name: item for item in (*fields(LaunchChoice), *own)}
+    own_fields = [item for item in fields(SiteFile) if item.metadata]
+    fields_by_key = {rule_of(item.metadata).key or item.name: item for item in (*fields(LaunchChoice), *own_fields)}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in file.table.items():
-        if key not in known:
-            close = nearest(key, known)
-            fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(sorted(known))}"
+        if key not in fields_by_key:
+            suggestion = nearest(key, fields_by_key)
+            fix = f'did you mean "{suggestion}"?' if suggestion else f"the keys are {', '.join(sorted(fields_by_key))}"
             problems.append(Problem(where=file.where(key), what=f'a launch file has no key "{key}"', fix=fix))
             continue
-        problem, values[known[key].name] = _read_value(file, key, known[key], value)
+        problem, values[fields_by_key[key].name] = _read_value(file, key, fields_by_key[key], value)
         problems += [problem] if problem is not None else []
     if problems:
         raise UserError(problems)
@@ -143,25 +145,25 @@ def _read_value(file: TomlFile, key: str, item: dataclasses.Field[Any], value: o
 
 
 def _environment_variables(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE texts as a mapping; the last of a name counts."""
-    found = {}
+    """Return NAME=VALUE texts as a mapping; the last value of a name counts."""
+    variables = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not VARIABLE.fullmatch(name):
             raise mistake("launch.environ", f"{text[:60]!r} is not NAME=VALUE", fix='such as "NCCL_IB_HCA=mlx5"')
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _check_settings(settings: LaunchSettings) -> None:
-    """Names that end up in a script are names, and options do not undo what we set; raises UserError."""
+    """Check that names used in a script are valid, and that options do not override Phalanx's; raises UserError."""
     if settings.on not in SYSTEMS:
-        close = nearest(settings.on, SYSTEMS)
-        fix = f"did you mean {close}?" if close else f"use one of {', '.join(SYSTEMS)}"
+        suggestion = nearest(settings.on, SYSTEMS)
+        fix = f"did you mean {suggestion}?" if suggestion else f"use one of {', '.join(SYSTEMS)}"
         raise mistake("--on", f"{settings.on[:40]!r} is not a launch system", fix=fix)
     if settings.flavour and settings.flavour not in FLAVOURS:
-        close = nearest(settings.flavour, FLAVOURS)
-        fix = f"did you mean {close}?" if close else f"use one of {', '.join(FLAVOURS)}"
+        suggestion = nearest(settings.flavour, FLAVOURS)
+        fix = f"did you mean {suggestion}?" if suggestion else f"use one of {', '.join(FLAVOURS)}"
         raise mistake("--flavour", f"{settings.flavour[:40]!r} is not a flavour of --on k8s", fix=fix)
     for module in settings.modules:
         if not MODULE.fullmatch(module):

@@ -43,7 +43,7 @@ from phalanx.units import first_few, format_seconds, plural
 SCRIPT = "launch.sh"  # in the run folder
 COMMAND_S = 60.0  # for one of Slurm's commands
 GONE_S = 180.0  # for a cancelled job to leave its nodes
-PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # no cluster shares these between nodes
+PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that nodes of a cluster never share
 NOT_USABLE = ("down", "drain", "fail", "maint", "unknown", "inval", "power", "reboot")
 STATES = {
     **dict.fromkeys(("PENDING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "STOPPED"), WAITING),
@@ -57,7 +57,7 @@ _GPUS = re.compile(r"gpu(?::[^:(,]+)?:(\d+)")
 
 
 class SlurmSystem:
-    """Jobs of Slurm; an id is Slurm's own, as 4711, or 4711_3 of an array."""
+    """Jobs of Slurm; an id is Slurm's own, such as 4711, or 4711_3 of an array."""
 
     name = "slurm"
 
@@ -67,7 +67,7 @@ class SlurmSystem:
 
     @property
     def is_here(self) -> bool:
-        """Whether Slurm's commands are on this machine."""
+        """True if Slurm's commands are on this machine."""
         return self._has_command("sbatch")
 
     def _has_command(self, name: str) -> bool:
@@ -76,28 +76,32 @@ class SlurmSystem:
     # ---- before a job is submitted ----------------------------------------------------------------------------------
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
-        """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
+        """Check the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
         partitions = self.partitions()
         problems: list[Problem] = []
         remarks: list[str] = []
         for request in requests:
-            wanted = request.settings.queue or next(
-                (name for name, one in partitions.items() if one.get("Default") == "YES"), ""
+            queue = request.settings.queue or next(
+                (name for name, partition in partitions.items() if partition.get("Default") == "YES"), ""
             )
-            if wanted not in partitions:
-                problems.append(unknown_partition(wanted, partitions))
+            if queue not in partitions:
+                problems.append(unknown_partition(queue, partitions))
                 break
-            found, said = self._check_partition(request, wanted, partitions[wanted])
-            problems += found
-            remarks += said
+            new_problems, new_remarks = self._check_partition(request, queue, partitions[queue])
+            problems += new_problems
+            remarks += new_remarks
         if problems:
             raise UserError(list(dict.fromkeys(problems)))
         return list(dict.fromkeys(remarks))
 
     def partitions(self) -> dict[str, dict[str, str]]:
-        """What scontrol says of each partition."""
+        """Return the values that scontrol shows for each partition."""
         lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
-        return {one["PartitionName"]: one for one in map(_key_values, lines) if "PartitionName" in one}
+        return {
+            partition["PartitionName"]: partition
+            for partition in map(_key_values, lines)
+            if "PartitionName" in partition
+        }
 
     def _check_partition(
         self, request: LaunchRequest, name: str, partition: Mapping[str, str]
@@ -106,23 +110,23 @@ class SlurmSystem:
         where, problems, remarks = f"partition {name}", [], []
         if partition.get("State", "UP") != "UP":
             remarks.append(f"{where} is {partition['State'].lower()}: the job waits until it is up")
-        most = min(len(nodes), _whole_number(partition.get("MaxNodes", ""), len(nodes)))
-        if request.all_hosts > most:
+        max_nodes = min(len(nodes), _whole_number(partition.get("MaxNodes", ""), len(nodes)))
+        if request.all_hosts > max_nodes:
             spare = f" ({request.spares} of them spare)" if request.spares else ""
             problems.append(
                 Problem(
                     where=where,
                     what=f"{request.name} asks for {plural(request.all_hosts, 'node')}{spare}, "
-                    f"but a job gets at most {most}",
+                    f"but a job gets at most {max_nodes}",
                     fix="use fewer --hosts or --spares, or another --queue",
                 )
             )
-        usable = [one for one in nodes if not any(word in one["state"] for word in NOT_USABLE)]
-        if len(usable) < request.all_hosts <= most:
+        usable = [node for node in nodes if not any(word in node["state"] for word in NOT_USABLE)]
+        if len(usable) < request.all_hosts <= max_nodes:
             remarks.append(
                 f"{where}: {len(usable)} of {plural(len(nodes), 'node')} can be used now: the job waits for more"
             )
-        gpus = max((int(one["gpus"]) for one in nodes), default=0)
+        gpus = max((int(node["gpus"]) for node in nodes), default=0)
         if request.accelerator != "cpu" and gpus < request.devices_per_host:
             problems.append(
                 Problem(
@@ -131,7 +135,7 @@ class SlurmSystem:
                     fix="plan for what is there (--set cluster.spec=…), or spread the ranks over more hosts (--hosts)",
                 )
             )
-        problems += _check_storage(request, {one["hostname"] for one in nodes})
+        problems += _check_storage(request, {node["hostname"] for node in nodes})
         problems += self._check_image(request.settings.image)
         limit = slurm_seconds(partition.get("MaxTime", ""))
         self._facts = SlurmFacts(leaf_nodes=self._leaf_nodes(), most_time_s=limit)
@@ -143,7 +147,7 @@ class SlurmSystem:
         return problems, remarks
 
     def _check_image(self, image: str) -> list[Problem]:
-        """srun can start containers, and an image that is a file is there."""
+        """Check that srun can start containers, and that an image file exists."""
         if not image:
             return []
         where = f"launch.image {image}"
@@ -158,45 +162,45 @@ class SlurmSystem:
 
     def _nodes(self, partition: str) -> list[dict[str, str]]:
         lines = self.ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()
-        found = {}
+        nodes = {}
         for name, state, gres, host in (line.split("|") for line in lines if line.count("|") == 3):
             gpus = sum(int(count) for count in _GPUS.findall(gres))
-            found[name] = {"state": state.lower(), "gpus": str(gpus), "hostname": host or name}
-        return list(found.values())
+            nodes[name] = {"state": state.lower(), "gpus": str(gpus), "hostname": host or name}
+        return list(nodes.values())
 
     def _leaf_nodes(self) -> int:
-        """Nodes of the smallest leaf switch; 0 without a topology."""
+        """Return the number of nodes of the smallest leaf switch; 0 without a topology."""
         try:
             lines = self.ask("scontrol", "show", "topology").splitlines()
         except SystemFailure:
             return 0
-        leaves = [one.get("Nodes", "") for one in map(_key_values, lines) if one.get("Level") == "0"]
+        leaves = [switch.get("Nodes", "") for switch in map(_key_values, lines) if switch.get("Level") == "0"]
         counts = [len(self.ask("scontrol", "show", "hostnames", nodes).split()) for nodes in leaves[:64] if nodes]
         return min(counts, default=0)
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
-        """The scripts: one per request, or one per set of requests that can share an array."""
+        """Return the scripts: one per request, or one per set of requests that can share an array."""
         return {
-            f"{one[0].group or one[0].name}{f'-{number}' if number else ''}.sh": batch_script(one, self._facts)
-            for number, one in enumerate(_job_arrays(requests))
+            f"{array[0].group or array[0].name}{f'-{number}' if number else ''}.sh": batch_script(array, self._facts)
+            for number, array in enumerate(_job_arrays(requests))
         }
 
     def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """sbatch, once per array; what was submitted is cancelled again when a later one is refused."""
+        """Run sbatch once per array; if a later one is refused, the earlier ones are cancelled."""
         for request in requests:
             logs = Path(request.run) / "logs"
             logs.mkdir(exist_ok=True)
             replace_text(Path(request.run) / SCRIPT, batch_script([request], self._facts))
         ids: dict[str, str] = {}
-        taken: list[str] = []
+        submitted_jobs: list[str] = []
         try:
             for array in _job_arrays(requests):
                 job = self._sbatch(batch_script(array, self._facts))
-                taken.append(job)
+                submitted_jobs.append(job)
                 for number, request in enumerate(array):
                     ids[request.run] = f"{job}_{number}" if len(array) > 1 else job
         except BaseException:
-            for job in taken:
+            for job in submitted_jobs:
                 with suppress(PhalanxError):
                     self.ask("scancel", job)
             raise
@@ -212,10 +216,10 @@ class SlurmSystem:
     # ---- jobs that were submitted -----------------------------------------------------------------------------------
 
     def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
-        """What we launched, as Slurm sees it; of what it has forgotten, as the run folder tells."""
-        known = [one for one in read_records(self._environ, system=self.name) if not ids or one.id in ids]
-        told = self._squeue()
-        return [_queued_job(one, told.get(one.id)) for one in known]
+        """Return the jobs launched from here, from Slurm, or from their run folders if Slurm has forgotten them."""
+        records = [record for record in read_records(self._environ, system=self.name) if not ids or record.id in ids]
+        rows = self._squeue()
+        return [_queued_job(record, rows.get(record.id)) for record in records]
 
     def _squeue(self) -> dict[str, dict[str, str]]:
         names = ("id", "state", "reason", "queue", "hosts", "name")
@@ -224,7 +228,7 @@ class SlurmSystem:
         return {row["id"]: row for row in rows}
 
     def explain(self, job: str) -> JobExplanation:
-        """The sentence for a job that waits, runs or has ended."""
+        """Explain why a job waits, runs or has ended."""
         record = self._record(job)
         if not self._has_command("squeue"):
             ask = f"phalanx why {record.id} on a login node, or with Slurm's folder in PATH, asks Slurm"
@@ -234,50 +238,50 @@ class SlurmSystem:
                 fix = "run this there: its run folder cannot be read from here either"
                 raise no_slurm("squeue", fix=fix) from error
         row = self._squeue().get(record.id)
-        one = _queued_job(record, row)
-        queue = one.queue or record.queue or "its queue"
-        if row is not None and one.state == WAITING:
-            reason, cure = explain_reason(row["reason"], job=record.id, queue=queue)
-        elif one.state == RUNNING:
-            reason, cure = f"on {plural(one.hosts, 'node')}", f"phalanx watch {record.run}"
-            if lost := self._lost_script_node(record.id):
-                reason += f"; {lost}, where its script ran, was lost, and another node does the rest"
-                cure += f" shows whether it goes on; if it does not, phalanx requeue {record.id}"
-        elif one.state == DONE:
-            reason, cure = "the training is complete", f"phalanx report {record.run}"
+        queued_job = _queued_job(record, row)
+        queue = queued_job.queue or record.queue or "its queue"
+        if row is not None and queued_job.state == WAITING:
+            reason, remedy = explain_reason(row["reason"], job=record.id, queue=queue)
+        elif queued_job.state == RUNNING:
+            reason, remedy = f"on {plural(queued_job.hosts, 'node')}", f"phalanx watch {record.run}"
+            if lost_node := self._lost_script_node(record.id):
+                reason += f"; {lost_node}, where its script ran, was lost, and another node does the rest"
+                remedy += f" shows whether it goes on; if it does not, phalanx requeue {record.id}"
+        elif queued_job.state == DONE:
+            reason, remedy = "the training is complete", f"phalanx report {record.run}"
         else:
-            reason, cure = self._explain_end(record, row, one.state)
-        return JobExplanation(id=record.id, state=one.state, reason=reason, cure=cure)
+            reason, remedy = self._explain_end(record, row, queued_job.state)
+        return JobExplanation(id=record.id, state=queued_job.state, reason=reason, cure=remedy)
 
     def _explain_end(self, record: LaunchRecord, row: Mapping[str, str] | None, state: str) -> tuple[str, str]:
         word = row["state"] if row is not None else self._accounted_state(record.id)
         log = _last_said(Path(record.run))
         if word in ENDS and (word != "CANCELLED" or state == CANCELLED):
-            reason, cure = (part.format(id=record.id) for part in ENDS[word])
-            return reason, cure
-        again = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
-        if log.startswith(CONCLUDED):  # our own last words, which know of the time limit too
-            return log.removeprefix(CONCLUDED).removeprefix("failed: "), again
+            reason, remedy = (sentence.format(id=record.id) for sentence in ENDS[word])
+            return reason, remedy
+        resume_fix = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
+        if log.startswith(CONCLUDED):  # our own last line, which includes the time limit
+            return log.removeprefix(CONCLUDED).removeprefix("failed: "), resume_fix
         with suppress(PhalanxError):
-            said = text(open_run(record.run).status(), "message").splitlines()[:1]
-            if said and said[0]:
-                return said[0], again
-        return (log or f"Slurm says {word or 'nothing about it any more'}"), again
+            message_lines = text(open_run(record.run).status(), "message").splitlines()[:1]
+            if message_lines and message_lines[0]:
+                return message_lines[0], resume_fix
+        return (log or f"Slurm says {word or 'nothing about it any more'}"), resume_fix
 
     def _accounted_state(self, job: str) -> str:
-        """From Slurm's accounting, where a site keeps it."""
+        """Return the state from Slurm's accounting, if the site runs it."""
         with suppress(PhalanxError):
             lines = self.ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").split()
             return lines[0] if lines else ""
         return ""
 
     def logs(self, job: str) -> list[str]:
-        """What the script and the agents printed."""
+        """Return the output files of the script and the agents."""
         run = Path(self._record(job).run)
         return [*(str(path) for path in sorted((run / "logs").glob("slurm-*.log"))), str(run / "logs" / "agent.log")]
 
     def cancel(self, job: str) -> None:
-        """scancel, and wait until its nodes are free."""
+        """Run scancel, and wait until the job's nodes are free."""
         record = self._record(job)
         if _queued_job(record, self._squeue().get(record.id)).state in OVER:
             raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
@@ -297,19 +301,20 @@ class SlurmSystem:
                 run.set_status("stopped", message="cancelled", exit_code=130)
 
     def requeue(self, job: str) -> str:
-        """A running job saves and starts again by itself, a held one is released, one that ended is submitted anew."""
+        """Requeue a job: a running one saves and restarts, a held one is released, an ended one is submitted again."""
         record = self._record(job)
         row = self._squeue().get(record.id)
         state, run = _queued_job(record, row).state, open_run(record.run)
         if state == DONE:
             raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
         if state == RUNNING and self._lost_script_node(record.id) and not is_coordinated(run):
-            self.ask("scontrol", "requeue", record.id)  # nobody is left who would save
+            self.ask("scontrol", "requeue", record.id)  # no agent remains that would save
             return record.id
         if state == RUNNING:
             replace_text(run.stop_file, WANTS_TO_GO_ON + "\n")
             return record.id
         if state == WAITING and row is not None:
+            # Only held jobs are released: JobHeldUser, JobHeldAdmin, launch_failed_requeued_held.
             if "eld" not in row["reason"]:
                 raise mistake(job, "is already waiting", fix=f"phalanx why {job} says for what")
             self.ask("scontrol", "release", record.id)
@@ -318,10 +323,10 @@ class SlurmSystem:
         return self._sbatch((run.path / SCRIPT).read_text(encoding="utf-8"))
 
     def _lost_script_node(self, job: str) -> str:
-        """The node of a running job's script, when the job has lost it (lost_script.py)."""
+        """Return the node of a running job's script if the job has lost it (lost_script.py); otherwise empty."""
         node, _, names = self.ask("squeue", "-h", "-j", job, "-o", "%B|%N").strip().partition("|")
-        left = self.ask("scontrol", "show", "hostnames", names).split() if names else []
-        return node if left and node not in left else ""
+        remaining = self.ask("scontrol", "show", "hostnames", names).split() if names else []
+        return node if remaining and node not in remaining else ""
 
     def _record(self, job: str) -> LaunchRecord:
         record = find_record(job, self._environ, system=self.name)
@@ -330,17 +335,21 @@ class SlurmSystem:
         return record
 
     def ask(self, *command: str, given: str = "") -> str:
-        """What one of Slurm's commands answers; raises UserError without Slurm, SystemFailure when it fails."""
+        """Run one of Slurm's commands and return its output.
+
+        Raises UserError without Slurm, SystemFailure if the command fails.
+        """
         if not self._has_command(command[0]):
             raise no_slurm(command[0])
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 input=given,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=COMMAND_S,
+                # Slurm's messages and times are parsed, so they must not be translated.
                 env={**self._environ, "LC_ALL": "C"},
                 check=False,
             )
@@ -349,20 +358,20 @@ class SlurmSystem:
             raise SystemFailure(
                 Problem(where=command[0], what=what, fix="ask whether slurmctld is up: scontrol ping")
             ) from error
-        if done.returncode:
-            said = one_line((done.stderr or done.stdout).strip())[:300]
+        if result.returncode:
+            message = one_line((result.stderr or result.stdout).strip())[:300]
             raise SystemFailure(
                 Problem(
                     where=" ".join(command[:3]),
-                    what=said or f"exit code {done.returncode}",
+                    what=message or f"exit code {result.returncode}",
                     fix="scontrol ping says whether Slurm is up",
                 )
             )
-        return done.stdout
+        return result.stdout
 
 
 def no_slurm(command: str, *, fix: str = "run this there, or add Slurm's folder to PATH") -> UserError:
-    """Slurm is not installed here."""
+    """Return the error for a machine without Slurm."""
     return mistake(
         "--on slurm",
         f"Slurm's command {command} is not on this machine",
@@ -372,36 +381,37 @@ def no_slurm(command: str, *, fix: str = "run this there, or add Slurm's folder 
 
 
 def _job_arrays(requests: Sequence[LaunchRequest]) -> list[list[LaunchRequest]]:
-    """Requests that ask for the same nodes and time, and differ in their run alone, share an array."""
-    found: dict[object, list[LaunchRequest]] = {}
-    for one in requests:
+    """Group requests for the same nodes and time, which differ only in their run, to share an array."""
+    arrays: dict[object, list[LaunchRequest]] = {}
+    for request in requests:
         key = repr(
             (
-                one.all_hosts,
-                one.hosts,
-                one.devices_per_host,
-                one.time_limit_s,
-                one.settings,
-                one.agent,
-                one.environ,
-                one.shares_hosts,
+                request.all_hosts,
+                request.hosts,
+                request.devices_per_host,
+                request.time_limit_s,
+                request.settings,
+                request.agent,
+                request.environ,
+                request.shares_hosts,
             )
         )
-        found.setdefault(key if one.group else one.run, []).append(one)
-    return list(found.values())
+        arrays.setdefault(key if request.group else request.run, []).append(request)
+    return list(arrays.values())
 
 
 def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJob:
     run = Run(path=Path(record.run))
-    told = str(run.status().get("state") or "")
+    run_state = str(run.status().get("state") or "")
     if row is None:
-        state, said = RUN_STATES.get(told, FAILED), told or "forgotten by Slurm"
+        state, term = RUN_STATES.get(run_state, FAILED), run_state or "forgotten by Slurm"
     else:
         state = STATES.get(row["state"], FAILED)
-        state = CANCELLED if state == DONE and told != "done" else state
-        if state == CANCELLED and told in ("done", "failed"):  # a job without its script (lost_script.py)
-            state = RUN_STATES[told]
-        said = row["state"] + (f", {row['reason']}" if state == WAITING else "")
+        state = CANCELLED if state == DONE and run_state != "done" else state
+        # A job without its script (lost_script.py).
+        if state == CANCELLED and run_state in ("done", "failed"):
+            state = RUN_STATES[run_state]
+        term = row["state"] + (f", {row['reason']}" if state == WAITING else "")
     try:
         restarts = max(0, len(run.launches()) - 1)
     except OSError:
@@ -411,7 +421,7 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
         system="slurm",
         name=record.name,
         state=state,
-        said=said,
+        said=term,
         queue=row["queue"] if row is not None else record.queue,
         hosts=_whole_number(row["hosts"], 0) if row is not None else 0,
         run=record.run,
@@ -421,9 +431,9 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
 
 
 def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Problem]:
-    """Run folder, checkpoints, data and Python lie where other nodes can see them, as far as this one can tell."""
+    """Check that run folder, checkpoints, data and Python are on storage that other nodes see, as far as known here."""
     problems = []
-    elsewhere = [name for name in hostnames if name.partition(".")[0] != platform.node().partition(".")[0]]
+    other_nodes = [name for name in hostnames if name.partition(".")[0] != platform.node().partition(".")[0]]
     python = request.agent[0]
     if not request.settings.image and not os.access(python, os.X_OK):
         problems.append(
@@ -435,16 +445,16 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
         )
     places = [("--runs", request.run), ("checkpoint.path", request.checkpoint), *request.inputs]
     places += [] if request.settings.image else [("launch.python", python)]
-    for name, place in places:
+    for name, path in places:
         if (
-            elsewhere
-            and "://" not in place
-            and str(Path(place).absolute()).startswith(tuple(f"{one}/" for one in PRIVATE))
+            other_nodes
+            and "://" not in path
+            and str(Path(path).absolute()).startswith(tuple(f"{folder}/" for folder in PRIVATE))
         ):
             problems.append(
                 Problem(
-                    where=f"{name} {place}",
-                    what=f"is local to each node: {first_few(elsewhere, 3)} would not see it",
+                    where=f"{name} {path}",
+                    what=f"is local to each node: {first_few(other_nodes, 3)} would not see it",
                     fix="use storage that all nodes share, such as a home or project folder",
                 )
             )
@@ -452,17 +462,23 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
 
 
 def unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
-    """There is none of that name, or no default; with the nearest."""
-    known = ", ".join(sorted(partitions))
+    """Return the problem of a missing partition or default, with the nearest name."""
+    partition_names = ", ".join(sorted(partitions))
     if not wanted:
-        return Problem(where="--queue", what="this cluster has no default partition", fix=f"name one of {known}")
-    close = nearest(wanted, partitions)
-    fix = f"did you mean {close}? the partitions are {known}" if close else f"the partitions are {known}"
+        return Problem(
+            where="--queue", what="this cluster has no default partition", fix=f"name one of {partition_names}"
+        )
+    suggestion = nearest(wanted, partitions)
+    fix = (
+        f"did you mean {suggestion}? the partitions are {partition_names}"
+        if suggestion
+        else f"the partitions are {partition_names}"
+    )
     return Problem(where=f"--queue {wanted}", what="this cluster has no such partition", fix=fix)
 
 
 def _key_values(line: str) -> dict[str, str]:
-    """`Key=Value Key=Value`, as scontrol prints."""
+    """Parse `Key=Value Key=Value`, as scontrol prints it."""
     return dict(word.partition("=")[::2] for word in line.split() if "=" in word)
 
 
@@ -471,13 +487,13 @@ def _whole_number(word: str, default: int) -> int:
 
 
 def _last_said(run: Path) -> str:
-    """The last line that the batch script printed and that says what went wrong."""
+    """Return the last line of the batch script's output that describes a problem."""
     for path in sorted((run / "logs").glob("slurm-*.log"), reverse=True):
         with suppress(OSError):
             lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            # What is indented explains the line above it; Slurm's own words tell of the end, not of its cause.
+            # Indented lines explain the line above them; Slurm's own lines describe the end, not its cause.
             lines = [
-                one for one in lines if not one.startswith((" ", "srun: error", "slurmstepd", "Terminated", "Try "))
+                line for line in lines if not line.startswith((" ", "srun: error", "slurmstepd", "Terminated", "Try "))
             ]
             if lines:
                 return one_line(lines[-1])[:300]

@@ -1,9 +1,9 @@
-"""What Slurm's reasons mean, and what to do about them: one sentence each."""
+"""Explanations of Slurm's reasons for waiting and ending, with a remedy for each."""
 
 from __future__ import annotations
 
-# Reason of squeue -> (what it means, the cure). Beginnings of words count too, so that QOSMaxNodePerUserLimit and its
-# forty sisters need one line. `{queue}` and `{id}` are filled in.
+# Reason of squeue -> (meaning, remedy). A prefix matches too, so that QOSMaxNodePerUserLimit and its forty variants
+# need one line. `{queue}` and `{id}` are filled in.
 REASONS: dict[str, tuple[str, str]] = {
     "Resources": (
         "it is next in the queue, waiting for nodes that other jobs use",
@@ -67,7 +67,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "None": ("Slurm has not considered it yet", "ask again in a minute"),
 }
 
-# How a job ended that is no longer in the queue.
+# End states of a job that is no longer in the queue -> (meaning, remedy).
 ENDS: dict[str, tuple[str, str]] = {
     "TIMEOUT": (
         "it reached its time limit before it could save",
@@ -86,7 +86,7 @@ ENDS: dict[str, tuple[str, str]] = {
 
 
 def explain_reason(reason: str, *, job: str, queue: str) -> tuple[str, str]:
-    """What a reason means, and its cure; of one we do not know, Slurm's own words.
+    """Return the meaning of a reason and a remedy; for an unknown reason, Slurm's own words.
 
     >>> explain_reason("QOSMaxNodePerUserLimit", job="7", queue="big")[0]
     'the limit of its quality of service (QOS) is reached'
@@ -94,9 +94,9 @@ def explain_reason(reason: str, *, job: str, queue: str) -> tuple[str, str]:
     'nodes that it needs are down, drained or reserved for others'
     """
     word = reason.strip("()").replace(" ", "_") or "None"
-    exact = [known for known in REASONS if word == known]
-    begins = [known for known in sorted(REASONS, key=len, reverse=True) if word.startswith(known)]
-    for known in (*exact, *begins):
-        means, cure = REASONS[known]
-        return means.format(id=job, queue=queue), cure.format(id=job, queue=queue)
+    exact_keys = [key for key in REASONS if word == key]
+    prefix_keys = [key for key in sorted(REASONS, key=len, reverse=True) if word.startswith(key)]
+    for key in (*exact_keys, *prefix_keys):
+        meaning, remedy = REASONS[key]
+        return meaning.format(id=job, queue=queue), remedy.format(id=job, queue=queue)
     return f"Slurm says {reason[:120]!r}", f"scontrol show job {job} says more"

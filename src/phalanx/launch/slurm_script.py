@@ -1,4 +1,4 @@
-"""The batch script of a launch: readable, complete, and submitted by hand just as well (`sbatch launch.sh`)."""
+"""The batch script of a launch: readable and complete, so it can also be submitted by hand (`sbatch launch.sh`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from phalanx.errors import mistake
 from phalanx.launch.resource_request import NODE_MODULE, LaunchRequest
 from phalanx.launch.system import REQUEUE, WANTS_TO_GO_ON
 
-SWITCH_WAIT = "5:00"  # minutes and seconds to wait for few switches before any nodes will do
+# Minutes and seconds to wait for nodes below few switches, before any nodes are accepted.
+SWITCH_WAIT = "5:00"
 _PLAIN = re.compile(r"[0-9A-Za-z._,:@=+%\[\]()&|*!/-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmFacts:
-    """What the live cluster adds to a request; the defaults where nobody could be asked."""
+    """Facts about the live cluster; the defaults apply where it could not be queried."""
 
-    leaf_nodes: int = 0  # nodes below the smallest switch; 0 where there is no topology
-    most_time_s: float = math.inf  # of the partition
+    leaf_nodes: int = 0  # nodes below the smallest switch; 0 without a topology
+    most_time_s: float = math.inf  # the partition's limit
 
 
 def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
-    """One script for one request, or an array for several that ask for the same."""
+    """Return one script for one request, or an array for several requests of the same shape."""
     first = requests[0]
     is_array = len(requests) > 1
     options = [f"--job-name={first.group or first.name}", f"--nodes={first.all_hosts}", "--ntasks-per-node=1"]
@@ -37,8 +38,8 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
     options += [f"--gpus-per-node={first.devices_per_host}"] if first.accelerator != "cpu" else []
     options += [f"--time={max(1, int(limit_s(first, facts) // 60))}", f"--signal=B:USR1@{int(save_s(first, facts))}"]
     settings = first.settings
-    named = (("partition", settings.queue), ("account", settings.account), ("qos", settings.qos))
-    options += [f"--{name}={value}" for name, value in named if value]
+    scheduler_options = (("partition", settings.queue), ("account", settings.account), ("qos", settings.qos))
+    options += [f"--{name}={value}" for name, value in scheduler_options if value]
     options += [f"--switches={count}@{SWITCH_WAIT}" for count in (switches(first, facts),) if count]
     if is_array:  # the script opens the log of its own run
         options += [f"--array=0-{len(requests) - 1}", "--output=/dev/null"]
@@ -61,7 +62,7 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
             python=shlex.quote(first.agent[0]),
             module=NODE_MODULE,
             container=container,
-            # With a container, what runs once needs it too.
+            # With a container, commands that run once need it too.
             first_node=f'srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{container} ' if container else "",
             interface=shlex.quote(settings.interface),
             hosts=first.hosts,
@@ -114,19 +115,20 @@ exit "$code"
 
 
 def limit_s(request: LaunchRequest, facts: SlurmFacts) -> float:
-    """The time limit that is asked for: a longer run is requeued and goes on."""
+    """Return the requested time limit; a longer run is requeued and resumes."""
     return min(request.time_limit_s, facts.most_time_s)
 
 
 def save_s(request: LaunchRequest, facts: SlurmFacts) -> float:
-    """How long before the limit the signal comes: at most half of it."""
+    """Return how long before the limit the signal is sent: at most half of the limit."""
+    # sbatch accepts at most 65,535 seconds for --signal.
     return min(request.save_s, limit_s(request, facts) / 2, 65535)
 
 
 def switches(request: LaunchRequest, facts: SlurmFacts) -> int:
-    """The fewest leaf switches that hold the nodes; 0 where the plan has no group of several hosts, or nobody knows.
+    """Return the fewest leaf switches that hold the nodes; 0 without multi-host groups or a known topology.
 
-    Nodes are numbered switch by switch, so groups of neighbours lie below one switch where they fit.
+    Nodes are numbered switch by switch, so groups of neighbours are below one switch where they fit.
     """
     if not facts.leaf_nodes or not request.placement:
         return 0
@@ -136,7 +138,7 @@ def switches(request: LaunchRequest, facts: SlurmFacts) -> int:
 def _which_run(requests: Sequence[LaunchRequest]) -> list[str]:
     if len(requests) == 1:
         return [f"RUN={shlex.quote(requests[0].run)}"]
-    names = [f"  {shlex.quote(one.run)}" for one in requests]
+    names = [f"  {shlex.quote(request.run)}" for request in requests]
     return [
         *("RUNS=(", *names, ")", "RUN=${RUNS[$SLURM_ARRAY_TASK_ID]}", 'cd "$RUN" || exit'),
         'exec >>"logs/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.log" 2>&1',
@@ -144,7 +146,7 @@ def _which_run(requests: Sequence[LaunchRequest]) -> list[str]:
 
 
 def _sbatch_option(option: str) -> str:
-    """An option as sbatch reads it from a comment: quoted where it holds blanks."""
+    """Return an option as sbatch reads it from a comment: quoted if it contains blanks."""
     if _PLAIN.fullmatch(option):
         return option
     name, _, value = option.partition("=")
@@ -154,10 +156,10 @@ def _sbatch_option(option: str) -> str:
 
 
 def _container_options(request: LaunchRequest) -> str:
-    """Options of pyxis; the run folder, the data and the weights are always there."""
+    """Return the options of pyxis; the run folder, the data and the weights are always mounted."""
     settings = request.settings
     if not settings.image:
         return ""
-    needed = [request.run, *(path for _, path in request.inputs)]
-    mounts = ",".join(dict.fromkeys((*(f"{path}:{path}" for path in needed), *settings.mounts)))
+    required_paths = [request.run, *(path for _, path in request.inputs)]
+    mounts = ",".join(dict.fromkeys((*(f"{path}:{path}" for path in required_paths), *settings.mounts)))
     return f" --container-image={shlex.quote(settings.image)} --container-mounts={shlex.quote(mounts)}"

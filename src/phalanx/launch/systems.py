@@ -12,7 +12,7 @@ from phalanx.launch.system import LaunchSystem
 
 
 def open_system(name: str, environ: Mapping[str, str]) -> LaunchSystem:
-    """The launch system called `name`; raises UserError where this machine has none."""
+    """Return the launch system called `name`; raises UserError if there is none."""
     if name == "local":
         return LocalSystem(environ)
     if name == "slurm":

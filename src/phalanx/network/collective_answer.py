@@ -1,4 +1,7 @@
-"""What NCCL will pick for a collective on a cluster, how long it takes, and where the pick changes."""
+"""NCCL's choice of algorithm and protocol for a collective, by message size, with the expected times.
+
+The results are values (`CollectiveAnswer`, `PickRange`) and text.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,32 @@ from phalanx.network.nccl_tables import Algorithm, Protocol
 from phalanx.network.sizes import format_size
 from phalanx.units import format_seconds, plural
 
-STEPS = 8  # looks per doubling; a pick that holds for less than that is not worth a line
+# Message sizes checked per doubling. A pick that holds for less than an eighth of a doubling gets no line.
+STEPS = 8
 HALVINGS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveAnswer:
-    """One size: the pairs that exist, fastest first as NCCL reckons, and what the first will take."""
+    """The choices for one message size: all pairs of algorithm and protocol, and the expected time of NCCL's pick.
+
+    `pairs` is sorted by NCCL's estimate, so the first one is the pick.
+    """
 
     nbytes: float
-    pairs: tuple[AlgorithmChoice, ...]  # empty where NCCL's model has nothing to say
-    expected_s: float | None  # of the first: with the call, unrounded links and a filled pipeline
+    pairs: tuple[AlgorithmChoice, ...]  # empty where NCCL's model does not cover the collective
+    # Expected time of the first pair: with the call, unrounded links and a filled pipeline.
+    expected_s: float | None
     expected_interval_s: tuple[float, float] | None  # of 80 % of systems
     bus_bytes_per_s: float | None
-    fitted_s: float | None  # from measurements; None without, and below 16 MiB
+    fitted_s: float | None  # from measurements; None without a fit, and below 16 MiB
     fitted_interval_s: tuple[float, float] | None  # of 80 % of held-out sizes
     fitted_bus_bytes_per_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PickRange:
-    """The sizes for which one pair is picked."""
+    """A range of message sizes for which NCCL picks the same algorithm and protocol."""
 
     from_bytes: float
     to_bytes: float
@@ -52,20 +60,24 @@ class PickRange:
 def collective_answers(
     comm: NcclSystem | None, operation: Operation | None, sizes: Sequence[float], fit: AlphaBeta | None
 ) -> tuple[CollectiveAnswer, ...]:
-    """One per size; `comm` and `operation` are None where NCCL has no choice, and only the fit speaks."""
+    """Return one answer per message size.
+
+    `comm` and `operation` are None where NCCL has no choice to make; then only the fitted times are filled.
+    """
     return tuple(_answer_for_size(comm, operation, nbytes, fit) for nbytes in sizes)
 
 
 def _answer_for_size(
     comm: NcclSystem | None, operation: Operation | None, nbytes: float, fit: AlphaBeta | None
 ) -> CollectiveAnswer:
+    """Evaluate the model, where NCCL has a choice, and the fit, where it applies, for one message size."""
     pairs: tuple[AlgorithmChoice, ...] = ()
     seconds = bus = interval = None
     if comm is not None and operation is not None:
-        pairs = tuple(sorted(possible_pairs(comm, nbytes, operation=operation), key=lambda one: one.seconds))
-        one = expect_collective(comm, nbytes, operation=operation)
-        assert one is not None  # a pair exists for every operation
-        seconds, interval = one.seconds, (one.low_s, one.high_s)
+        pairs = tuple(sorted(possible_pairs(comm, nbytes, operation=operation), key=lambda pair: pair.seconds))
+        expected = expect_collective(comm, nbytes, operation=operation)
+        assert expected is not None  # a pair exists for every operation
+        seconds, interval = expected.seconds, (expected.low_s, expected.high_s)
         bus = bus_bytes_per_s(comm, nbytes, seconds, operation=operation)
     fits = fit is not None and nbytes >= LEAST_BYTES
     return CollectiveAnswer(
@@ -81,33 +93,35 @@ def _answer_for_size(
 
 
 def pick_ranges(comm: NcclSystem, operation: Operation, low: float, high: float) -> tuple[PickRange, ...]:
-    """Which pair is picked from where to where, to about a byte in a thousand million."""
-    found: list[PickRange] = []
+    """Return the size ranges between `low` and `high` with NCCL's pick in each; the borders are exact to about 1e-9."""
+    ranges: list[PickRange] = []
     for from_bytes, to_bytes, picked in _size_ranges(comm, operation, low, high):
-        one = PickRange(from_bytes=from_bytes, to_bytes=to_bytes, algorithm=picked.algorithm, protocol=picked.protocol)
-        last = found[-1] if found else None
-        if last and (last.algorithm, last.protocol) == (one.algorithm, one.protocol):
-            one = PickRange(
-                from_bytes=last.from_bytes, to_bytes=to_bytes, algorithm=one.algorithm, protocol=one.protocol
+        current = PickRange(
+            from_bytes=from_bytes, to_bytes=to_bytes, algorithm=picked.algorithm, protocol=picked.protocol
+        )
+        last = ranges[-1] if ranges else None
+        if last and (last.algorithm, last.protocol) == (current.algorithm, current.protocol):
+            current = PickRange(
+                from_bytes=last.from_bytes, to_bytes=to_bytes, algorithm=current.algorithm, protocol=current.protocol
             )
-            found.pop()
-        found.append(one)
-    return tuple(found)
+            ranges.pop()
+        ranges.append(current)
+    return tuple(ranges)
 
 
 def _size_ranges(
     comm: NcclSystem, operation: Operation, low: float, high: float
 ) -> Iterator[tuple[float, float, AlgorithmChoice]]:
-    """Stretches without a change, as far as STEPS looks per doubling see."""
-    looks = max(1, math.ceil(STEPS * math.log2(high / low))) if high > low else 1
+    """Yield (from, to, choice) for sizes of `low` to `high`, sampled STEPS times per doubling; borders by bisection."""
+    samples = max(1, math.ceil(STEPS * math.log2(high / low))) if high > low else 1
     at, picked = low, choose_pair(comm, low, operation=operation)
-    for place in range(1, looks + 1):
-        next_at = min(high, low * 2 ** (place / STEPS))
-        then = choose_pair(comm, next_at, operation=operation)
-        if _algorithm_protocol(then) != _algorithm_protocol(picked):
+    for index in range(1, samples + 1):
+        next_at = min(high, low * 2 ** (index / STEPS))
+        next_choice = choose_pair(comm, next_at, operation=operation)
+        if _algorithm_protocol(next_choice) != _algorithm_protocol(picked):
             border = _range_border(comm, operation, at, next_at)
             yield at, border, picked
-            at, picked = border, then
+            at, picked = border, next_choice
         else:
             yield at, next_at, picked
             at = next_at
@@ -115,13 +129,13 @@ def _size_ranges(
 
 
 def _range_border(comm: NcclSystem, operation: Operation, low: float, high: float) -> float:
-    """Where the pair of `low` ends."""
-    kept = _algorithm_protocol(choose_pair(comm, low, operation=operation))
+    """Return the size between `low` and `high` at which the pick of `low` stops to be NCCL's choice, by bisection."""
+    low_pair = _algorithm_protocol(choose_pair(comm, low, operation=operation))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (
             (middle, high)
-            if _algorithm_protocol(choose_pair(comm, middle, operation=operation)) == kept
+            if _algorithm_protocol(choose_pair(comm, middle, operation=operation)) == low_pair
             else (low, middle)
         )
     return high
@@ -131,7 +145,7 @@ def _algorithm_protocol(one: AlgorithmChoice) -> tuple[Algorithm, Protocol]:
     return one.algorithm, one.protocol
 
 
-# Answers about a collective as a person reads them.
+# Text of the answers.
 
 
 NONE = "-"
@@ -142,94 +156,98 @@ measure yours: --fit FILE takes the output of nccl-tests, or two sizes of your o
 
 
 def show_pairs(one: CollectiveAnswer) -> str:
-    """Every pair at one size, the pick first."""
+    """Format a table of every pair at one message size, NCCL's pick first."""
     rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL's estimate", "")]
     best = one.pairs[0].seconds if one.pairs else 0.0
-    for place, pair in enumerate(one.pairs):
+    for index, pair in enumerate(one.pairs):
         rows.append(
             (
-                "*" if place == 0 else "",
+                "*" if index == 0 else "",
                 pair.algorithm,
                 pair.protocol,
                 format_seconds(pair.latency_s),
                 format_seconds(pair.transfer_s),
                 format_seconds(pair.seconds),
-                "NCCL's pick" if place == 0 else f"{pair.seconds / best:.3g} x" if best else "",
+                "NCCL's pick" if index == 0 else f"{pair.seconds / best:.3g} x" if best else "",
             )
         )
     return "\n".join(text_table(rows, right=(3, 4, 5, 6)))
 
 
 def show_expected(one: CollectiveAnswer) -> str:
-    """What the pick takes at one size."""
+    """Format the expected time of NCCL's pick at one message size, from the model and from the fit."""
     by_links, by_fit = "by links and NICs", "by the fit"
-    found = (
+    estimates = (
         (by_links, one.expected_s, one.expected_interval_s, "80% of systems", one.bus_bytes_per_s),
         (by_fit, one.fitted_s, one.fitted_interval_s, "80%", one.fitted_bus_bytes_per_s),
     )
     lines = [
         f"{format_size(one.nbytes)} takes {format_seconds(seconds)} {name} "
         f"({span}: {_span_text(interval)}; {_gigabytes_text(rate)} GB/s busbw)"
-        for name, seconds, interval, span, rate in found
+        for name, seconds, interval, span, rate in estimates
         if seconds is not None
     ]
     return "\n".join(lines or [f"{format_size(one.nbytes)}: the fit holds from 16 MiB on"])
 
 
 def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
-    """A line per size; columns that nobody filled are left out."""
-    modelled, fitted = any(one.pairs for one in found), any(one.fitted_s for one in found)
+    """Format a table with a line per message size; columns without any value are omitted."""
+    modelled, fitted = any(answer.pairs for answer in found), any(answer.fitted_s for answer in found)
     head = ["size"]
     head += ["NCCL picks", "time", "80% of systems", "busbw GB/s", "next best"] if modelled else []
     head += ["fitted", "80%", "busbw GB/s"] if fitted else []
     rows = [head]
-    for one in found:
-        by_model = _picked_lines(one) if modelled else []
+    for answer in found:
+        by_model = _picked_lines(answer) if modelled else []
         by_fit = (
             [
-                _seconds_text(one.fitted_s),
-                _span_text(one.fitted_interval_s),
-                _gigabytes_text(one.fitted_bus_bytes_per_s),
+                _seconds_text(answer.fitted_s),
+                _span_text(answer.fitted_interval_s),
+                _gigabytes_text(answer.fitted_bus_bytes_per_s),
             ]
             if fitted
             else []
         )
-        rows.append([format_size(one.nbytes), *by_model, *by_fit])
-    left = (1, 5) if modelled else ()
-    return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left]))
+        rows.append([format_size(answer.nbytes), *by_model, *by_fit])
+    left_aligned = (1, 5) if modelled else ()
+    return "\n".join(text_table(rows, right=[column for column in range(len(head)) if column not in left_aligned]))
 
 
 def _picked_lines(one: CollectiveAnswer) -> list[str]:
+    """Return the table cells of NCCL's pick: pair, time, range, busbw, and the next best pair with its extra time."""
     if not one.pairs:
         return [NONE] * 5
-    first, *others = one.pairs
-    then = (
-        f"{others[0].algorithm} {others[0].protocol} {others[0].seconds / first.seconds - 1:+.0%}" if others else NONE
+    first, *slower = one.pairs
+    next_best = (
+        f"{slower[0].algorithm} {slower[0].protocol} {slower[0].seconds / first.seconds - 1:+.0%}" if slower else NONE
     )
     return [
         f"{first.algorithm} {first.protocol}",
         _seconds_text(one.expected_s),
         _span_text(one.expected_interval_s),
         _gigabytes_text(one.bus_bytes_per_s),
-        then,
+        next_best,
     ]
 
 
 def show_pick_ranges(found: Sequence[PickRange]) -> str:
-    """Where the pick changes."""
+    """Format the sizes at which NCCL's pick changes, as one line."""
     last = f"{found[-1].algorithm} {found[-1].protocol}"
     if len(found) == 1:
         return f"{last} at every size between"
-    parts = [f"{one.algorithm} {one.protocol} below {format_size(one.to_bytes)}" for one in found[:-1]]
-    return ", ".join([*parts, f"{last} above"])
+    phrases = [
+        f"{pick_range.algorithm} {pick_range.protocol} below {format_size(pick_range.to_bytes)}"
+        for pick_range in found[:-1]
+    ]
+    return ", ".join([*phrases, f"{last} above"])
 
 
 def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
-    """What was fitted, and how well it meets the points."""
-    said = "met exactly" if abs(error) < 5e-4 else f"worst {error:+.1%} at {format_size(at_bytes)}"
+    """Format the fitted start-up time and bandwidth, the number of sizes, and the largest error."""
+    error_text = "met exactly" if abs(error) < 5e-4 else f"worst {error:+.1%} at {format_size(at_bytes)}"
     return (
         f"fitted on {plural(count, 'size')} from 16 MiB on: start-up {format_seconds(fit.alpha_s)}, "
-        f"{fit.bytes_per_s / 1e9:,.1f} GB/s ({said})"
+        f"{fit.bytes_per_s / 1e9:,.1f} GB/s ({error_text})"
     )
 
 

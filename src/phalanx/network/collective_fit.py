@@ -1,11 +1,12 @@
-"""The time of a collective on one system from two or more measurements of it.
+"""The time of a collective on one system, fitted to two or more measurements of it.
 
-A message of W bytes on the wire of a rank (2(n-1)/n of the message for an all-reduce) runs through in chunks:
-t = α + W/B + k √(α W/B). The root is the filling of the pipeline: with the best chunk for every size k is 2
-(t = (√α + √(W/B))², Thakur et al. 2005, section 4), with a chunk that never changes it is 0. Inside a node k = 2 holds,
-as well as anything from 1.25 on; between nodes, where many steps start up and only small messages get smaller chunks,
-0.4. Measured sweeps of 12 sources say so, each source left out in turn (benchmarks/2026-11-15-collective-fit.md): a
-calibration of the form. α and B belong to one system, operation and number of ranks, and are not physics.
+A message of W bytes on the wire of a rank (2(n-1)/n of the message for an all-reduce) is sent in chunks: t = α + W/B
++ k √(α W/B). The root is the time to fill the pipeline: with the best chunk for every size k is 2 (t = (√α +
+√(W/B))², Thakur et al. 2005, section 4), with a chunk of constant size it is 0. Inside a node k = 2 fits, as does
+anything above 1.25; between nodes, where many steps start up and only small messages get smaller chunks, k = 0.4.
+These values come from measured sweeps of 12 sources, each source left out in turn
+(benchmarks/2026-11-15-collective-fit.md): they calibrate the form. α and B belong to one system, operation and number
+of ranks; they are not physical constants.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from phalanx.units import plural
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce"]
 
 MIB = 2**20
-# Below, launches and protocol changes decide, and two points say nothing about them.
+# Below this size launches and protocol changes decide the time, which two points cannot describe.
 LEAST_BYTES = 16 * MIB
 LARGE_BYTES = 1024 * MIB
-LARGE_ERROR, MEDIUM_ERROR = 0.10, 0.25  # of the time; what two points must give from LARGE_BYTES on, and below
-FILL_INSIDE, FILL_ACROSS = 2.0, 0.4  # k
+# Largest allowed errors of a two-point fit, as shares of the time: from LARGE_BYTES on, and below.
+LARGE_ERROR, MEDIUM_ERROR = 0.10, 0.25
+FILL_INSIDE, FILL_ACROSS = 2.0, 0.4  # k of the formula above
 # Errors that 80 % of held-out sizes stay below, fitted on a size up to 64 MiB and one from 1 GiB on: the 80th
 # percentiles of 1,242 and 1,718 of them are 4.2 and 12.9 % (benchmarks/2026-11-16-collective-fit.md).
 LIKELY_LARGE_ERROR, LIKELY_MEDIUM_ERROR = 0.042, 0.129
 WHERE = "fit"
-HALVINGS = 200  # more than doubles can tell apart
-SCAN = 240  # places of the half-bandwidth size that are looked at before the best is refined
+HALVINGS = 200  # bisections; more than a double can resolve
+SCAN = 240  # grid points of α·B (see _least_squares) before the best is refined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measurement: a message of `nbytes` took `seconds`."""
+    """One measurement: a message of `nbytes` bytes took `seconds`."""
 
     nbytes: float
     seconds: float
@@ -56,26 +58,26 @@ class AlphaBeta:
     fill: float  # k
 
     def seconds(self, nbytes: float) -> float:
-        """Predicted time of a message."""
+        """Return the predicted time of a message of `nbytes`."""
         return _unit_time(self.alpha_s * self.bytes_per_s, self.wire_share * nbytes, self.fill) / self.bytes_per_s
 
     def interval_s(self, nbytes: float) -> tuple[float, float]:
-        """The range that holds 80 % of measured times of sizes that were not fitted on."""
+        """Return the range that holds 80 % of the measured times of sizes that were not part of the fit."""
         error = LIKELY_LARGE_ERROR if nbytes >= LARGE_BYTES else LIKELY_MEDIUM_ERROR
         return self.seconds(nbytes) * (1 - error), self.seconds(nbytes) * (1 + error)
 
     def bus_bytes_per_s(self, nbytes: float) -> float:
-        """The same as nccl-tests' busbw."""
+        """Return the bandwidth as nccl-tests' busbw counts it."""
         return self.wire_share * nbytes / self.seconds(nbytes)
 
 
 def _unit_time(start_bytes: float, wire_bytes: float, fill: float) -> float:
-    """Time at one byte per second; `start_bytes` is α·B."""
+    """Return the time at a bandwidth of one byte per second; `start_bytes` is α·B."""
     return start_bytes + wire_bytes + fill * math.sqrt(start_bytes * wire_bytes)
 
 
 def wire_share(operation: Operation, ranks: int) -> float:
-    """Bytes a rank sends per byte of the message, as nccl-tests counts (doc/PERFORMANCE.md).
+    """Return the bytes a rank sends per byte of the message, as nccl-tests counts them (doc/PERFORMANCE.md).
 
     >>> wire_share("all-reduce", 8), wire_share("all-gather", 8)
     (1.75, 0.875)
@@ -95,74 +97,82 @@ def fit_points(
     operation: Operation = "all-reduce",
     fill: float | None = None,
 ) -> AlphaBeta:
-    """α and B from two measurements exactly, from more with the least mean square of log errors.
+    """Fit α and B: exactly through two measurements, by least squares of log errors through more.
 
-    Use a small and a large message, as 16 MiB and 4 GiB: they pin the two numbers apart. Raises UserError where more
-    bytes took no longer. `fill` None: k as the nodes have it.
+    Use a small and a large message, such as 16 MiB and 4 GiB, which separate the two numbers well. `fill` is k; None
+    takes the value for the number of nodes. Raises UserError for fewer than two sizes, and where the larger message
+    took no longer.
     """
     share = wire_share(operation, ranks)
     k = fill if fill is not None else FILL_INSIDE if nodes == 1 else FILL_ACROSS
-    known = [(share * one.nbytes, one.seconds) for one in _checked_points(points)]
-    start_bytes = _exact_fit(known[0], known[-1], k) if len(known) == 2 else _least_squares(known, k)
-    logs = [math.log(_unit_time(start_bytes, wire, k) / seconds) for wire, seconds in known]
-    # Without start-up two points need not lie on the line: the large one counts, as most of the time is there.
-    rate = math.exp(logs[-1] if len(known) == 2 else sum(logs) / len(logs))
+    samples = [(share * point.nbytes, point.seconds) for point in _checked_points(points)]
+    start_bytes = _exact_fit(samples[0], samples[-1], k) if len(samples) == 2 else _least_squares(samples, k)
+    logs = [math.log(_unit_time(start_bytes, wire, k) / seconds) for wire, seconds in samples]
+    # Without start-up, two points need not lie on the line. The large one sets the rate, as most of the time is
+    # there.
+    rate = math.exp(logs[-1] if len(samples) == 2 else sum(logs) / len(logs))
     return AlphaBeta(alpha_s=start_bytes / rate, bytes_per_s=rate, wire_share=share, fill=k)
 
 
 def _exact_fit(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:
-    """α·B where the two times have the measured ratio; 0 where they differ more than the bytes do."""
-    wanted = large[1] / small[1]
+    """Return α·B at which the model has the measured ratio of the two times.
+
+    0 where the times differ by a larger factor than the bytes.
+    """
+    measured_ratio = large[1] / small[1]
 
     def ratio(start_bytes: float) -> float:
         return _unit_time(start_bytes, large[0], fill) / _unit_time(start_bytes, small[0], fill)
 
-    if wanted >= ratio(0.0):
+    if measured_ratio >= ratio(0.0):
         return 0.0
     low, high = 0.0, large[0]
-    while ratio(high) > wanted:
+    while ratio(high) > measured_ratio:
         low, high = high, 4 * high
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if ratio(middle) > wanted else (low, middle)
+        low, high = (middle, high) if ratio(middle) > measured_ratio else (low, middle)
     return high
 
 
 def _least_squares(known: Sequence[tuple[float, float]], fill: float) -> float:
-    """α·B with the least spread of log errors: looked for on a grid, then between its neighbours."""
+    """Return α·B with the least variance of log errors: the best of a grid, refined between its neighbours."""
 
     def spread(start_bytes: float) -> float:
-        logs = [math.log(_unit_time(start_bytes, wire, fill) / seconds) for wire, seconds in known]
-        middle = sum(logs) / len(logs)
-        return sum((one - middle) ** 2 for one in logs)
+        log_errors = [math.log(_unit_time(start_bytes, wire, fill) / seconds) for wire, seconds in known]
+        middle = sum(log_errors) / len(log_errors)
+        return sum((log_error - middle) ** 2 for log_error in log_errors)
 
     span = math.log(1e3 * known[-1][0] / (1e-4 * known[0][0]))
-    grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * place / SCAN) for place in range(SCAN + 1))]
+    grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * index / SCAN) for index in range(SCAN + 1))]
     best = min(range(len(grid)), key=lambda place: spread(grid[place]))
     return _golden_section(spread, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)])
 
 
 def _golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """The least of a function with one valley, by thirds."""
+    """Return the minimum of a function with one valley, by ternary search."""
     for _ in range(HALVINGS):
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+        low_third, high_third = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, high_third) if cost(low_third) <= cost(high_third) else (low_third, high)
     return (low + high) / 2
 
 
 def _checked_points(points: Sequence[Point]) -> list[Point]:
-    for one in points:
-        if not (math.isfinite(one.nbytes) and one.nbytes > 0 and math.isfinite(one.seconds) and one.seconds > 0):
-            raise mistake(WHERE, f"{one.nbytes:g} bytes in {one.seconds:g} s", fix="both are above zero")
-    known = sorted(points, key=lambda one: one.nbytes)
-    if len({one.nbytes for one in known}) < 2:
+    """Return the points by size; raises UserError for values out of range, too few sizes, or times that do not grow."""
+    for point in points:
+        if not (
+            math.isfinite(point.nbytes) and point.nbytes > 0 and math.isfinite(point.seconds) and point.seconds > 0
+        ):
+            raise mistake(WHERE, f"{point.nbytes:g} bytes in {point.seconds:g} s", fix="both are above zero")
+    by_size = sorted(points, key=lambda point: point.nbytes)
+    if len({point.nbytes for point in by_size}) < 2:
         raise mistake(
             WHERE,
-            f"{len(points)} points of {len({one.nbytes for one in known})} sizes",
+            f"{len(points)} points of {len({point.nbytes for point in by_size})} sizes",
             why="α and B are two numbers",
             fix="give two different sizes, as 16 MiB and 4 GiB",
         )
-    small, large = known[0], known[-1]
+    small, large = by_size[0], by_size[-1]
     if large.seconds <= small.seconds:
         raise mistake(
             WHERE,
@@ -170,21 +180,24 @@ def _checked_points(points: Sequence[Point]) -> list[Point]:
             why="more bytes must take longer",
             fix="measure again, or take sizes further apart",
         )
-    return known
+    return by_size
 
 
 def fit_ends(points: Sequence[Point]) -> tuple[Point, Point] | None:
-    """The points to fit on: the smallest from LEAST_BYTES on, and the largest; None without a third to judge by."""
-    usable = sorted((one for one in points if one.nbytes >= LEAST_BYTES), key=lambda one: one.nbytes)
-    return (usable[0], usable[-1]) if len({one.nbytes for one in usable}) > 2 else None
+    """Return the two points to fit: the smallest of at least LEAST_BYTES, and the largest.
+
+    None where there is no third size to judge the fit by.
+    """
+    usable = sorted((point for point in points if point.nbytes >= LEAST_BYTES), key=lambda point: point.nbytes)
+    return (usable[0], usable[-1]) if len({point.nbytes for point in usable}) > 2 else None
 
 
 def allowed_error(nbytes: float) -> float:
-    """The error of a held-out time that a two-point fit must stay below."""
+    """Return the error, as a share of the time, that a two-point fit must stay below at a held-out size."""
     return LARGE_ERROR if nbytes >= LARGE_BYTES else MEDIUM_ERROR
 
 
-# Measured times of a collective, out of nccl-tests' own output or a table of sizes and times.
+# Measured times of a collective, from the output of nccl-tests or from a table of sizes and times.
 
 
 PROGRAMS: Mapping[str, Operation] = {
@@ -200,24 +213,29 @@ SIZE_COLUMNS = ("bytes", "nbytes", "size")
 SECONDS = {"s": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "time_us": 1e-6}
 BUS_COLUMNS = ("busbw", "busbw_gb_s")
 FORMS = "give the output of all_reduce_perf, or a CSV with the columns bytes and us (or ms, s, busbw)"
-# size, count, type, operator (older versions only where there is one), root (newer versions), µs, algbw and busbw in
-# GB/s; a log may put anything before
+# Columns of nccl-tests: size, count, type, operator (older versions only where there is one), root (newer versions),
+# µs, algbw and busbw in GB/s. A log may have any prefix before them.
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _WORDS = r"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w+(?:\s+(?P<operator>[a-z]\w+))?"
 _TIMES = rf"\s+{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?=\s|$)"
 _LINES = (re.compile(_WORDS + r"\s+(?P<root>-?\d+)" + _TIMES), re.compile(_WORDS + _TIMES))
-OTHERS = ("sendrecv", "gather", "scatter", "hypercube", "alltoallv")  # tests of nccl-tests that nothing here fits
+# Programs of nccl-tests for operations that cannot be fitted here.
+OTHERS = ("sendrecv", "gather", "scatter", "hypercube", "alltoallv")
 _PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *OTHERS))})_perf\b")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b")
-ROUNDING = 0.03  # of algbw, which is printed with two digits
-BUS_ROUNDING = 0.005  # of busbw, likewise
-SUMS: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "reduce")  # have an operator; the others print "none"
+ROUNDING = 0.03  # share of algbw, which is printed with two digits
+BUS_ROUNDING = 0.005  # share of busbw, likewise
+# Operations with an operator; the others print "none".
+SUMS: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "reduce")
 ROOTED: tuple[Operation, ...] = ("broadcast", "reduce")  # have a root; the others print -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a file holds about one operation; `named`: the file says which, else it is taken for what was asked."""
+    """The measurements that a file holds for one operation.
+
+    `named` is True where the file names the operation; otherwise the rows are assumed to be of the requested one.
+    """
 
     points: tuple[Point, ...]
     named: bool
@@ -225,7 +243,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """A line of nccl-tests; `test` is the program's name, None where the text has none above it."""
+    """A line of nccl-tests; `test` is the program's name, or None where no program is named above the line."""
 
     test: str | None
     operator: str | None
@@ -235,33 +253,39 @@ class _Row:
     point: Point
 
     def may_be(self, operation: Operation, ranks: int) -> bool:
-        """Whether operator, root and the ratio of its bandwidths are those of the operation."""
+        """Return True if the operator, the root and the ratio of busbw to algbw fit the operation."""
         if self.operator is not None and (self.operator != "none") != (operation in SUMS):
             return False
         if self.root is not None and (self.root >= 0) != (operation in ROOTED):
             return False
         bus = wire_share(operation, ranks) * self.algbw
+        # 0.015 GB/s: busbw is printed with two decimals.
         return abs(bus - self.busbw) <= max(0.015, BUS_ROUNDING * bus)
 
 
 def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> Measured:
-    """What the text holds about this operation; raises UserError where that is another, of other ranks, or nothing."""
-    found = list(_test_rows(text))
+    """Return the measurements of `operation` in a text: output of nccl-tests, or a CSV table.
+
+    Raises UserError where the text holds another operation, another number of ranks, or no measurement.
+    """
+    rows = list(_test_rows(text))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if not found and lines and "," in lines[0]:
+    if not rows and lines and "," in lines[0]:
         return _from_table(lines, where, operation, ranks)
-    if not found:
+    if not rows:
         raise mistake(where, "no line of it is a measurement", fix=FORMS)
-    measured = max((int(one[1]) + 1 for one in _RANK.finditer(text)), default=ranks)
+    measured = max((int(match[1]) + 1 for match in _RANK.finditer(text)), default=ranks)
     if measured != ranks:
-        what = f"was measured on {measured:,} ranks, and the cluster has {ranks:,}"
-        raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
-    ours = [row for row in found if row.test is None or PROGRAMS.get(row.test) == operation]
-    if not ours:
-        raise _other_system(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in found])
-    fitting = [row for row in ours if row.may_be(operation, ranks)]
-    # Without names, lines of other tests may stand between; under a name every line must be like it.
-    unlike = [row for row in ours if row not in fitting and (row.test or not fitting)]
+        problem = f"was measured on {measured:,} ranks, and the cluster has {ranks:,}"
+        raise mistake(
+            where, problem, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster"
+        )
+    candidates = [row for row in rows if row.test is None or PROGRAMS.get(row.test) == operation]
+    if not candidates:
+        raise _other_system(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in rows])
+    fitting = [row for row in candidates if row.may_be(operation, ranks)]
+    # Without names, lines of other tests may stand in between; below a name every line must fit it.
+    unlike = [row for row in candidates if row not in fitting and (row.test or not fitting)]
     if unlike:
         raise _unlike_row(unlike[0], where, operation, ranks)
     return Measured(points=tuple(row.point for row in fitting), named=all(row.test for row in fitting))
@@ -269,18 +293,20 @@ def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> M
 
 def _other_system(where: str, operation: Operation, held: Sequence[str], why: str = "") -> UserError:
     names = sorted(set(held))
-    known = [name for name in names if name in PROGRAMS.values()]
-    fix = f"add --kind {known[0]}" if known else f"measure {operation}"
+    supported = [name for name in names if name in PROGRAMS.values()]
+    fix = f"add --kind {supported[0]}" if supported else f"measure {operation}"
     return mistake(where, f"holds {' or '.join(names) if why else ', '.join(names)}, not {operation}", why=why, fix=fix)
 
 
 def _unlike_row(row: _Row, where: str, operation: Operation, ranks: int) -> UserError:
-    """The mistake of a line that cannot be of this operation on so many ranks."""
+    """Return the error for a line whose bandwidths cannot belong to this operation on this number of ranks."""
     ratio = f"{row.busbw / max(row.algbw, 1e-9):.3g}"
-    like = [one for one in PROGRAMS.values() if row.may_be(one, ranks)]
-    if like and row.test is None:
-        said = [f"operator {row.operator}"] * (row.operator is not None) + [f"root {row.root}"] * (row.root is not None)
-        return _other_system(where, operation, like, why=", ".join([*said, f"busbw {ratio} times algbw"]))
+    matching = [candidate for candidate in PROGRAMS.values() if row.may_be(candidate, ranks)]
+    if matching and row.test is None:
+        clues = [f"operator {row.operator}"] * (row.operator is not None) + [f"root {row.root}"] * (
+            row.root is not None
+        )
+        return _other_system(where, operation, matching, why=", ".join([*clues, f"busbw {ratio} times algbw"]))
     return mistake(
         where,
         f"busbw is {ratio} times algbw, and {wire_share(operation, ranks):.3g} for {operation} on {ranks:,} ranks",
@@ -290,7 +316,7 @@ def _unlike_row(row: _Row, where: str, operation: Operation, ranks: int) -> User
 
 
 def _test_rows(text: str) -> Iterator[_Row]:
-    """Out-of-place times; the name of the test stands in the command or the heading above them."""
+    """Yield the rows with out-of-place times; a row's test is the program that the last line above it names."""
     test: str | None = None
     for line in text.splitlines():
         if named := _PROGRAM.search(line):
@@ -301,10 +327,11 @@ def _test_rows(text: str) -> Iterator[_Row]:
 
 
 def _test_row(found: re.Match[str] | None, test: str | None) -> _Row | None:
+    """Return the row of a matching line, or None where its numbers are not size, time and bandwidth."""
     if found is None:
         return None
     words = found.groupdict()
-    nbytes, (us, algbw, busbw) = float(found[1]), (float(one) for one in found.groups()[-3:])
+    nbytes, (us, algbw, busbw) = float(found[1]), (float(number) for number in found.groups()[-3:])
     if not _bandwidth_agrees(nbytes, us, algbw):
         return None
     root = int(words["root"]) if words.get("root") else None
@@ -313,7 +340,7 @@ def _test_row(found: re.Match[str] | None, test: str | None) -> _Row | None:
 
 
 def _bandwidth_agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
-    """Is the third number the first over the second? Tells a root from a time."""
+    """Return True if the third number is the first over the second, which distinguishes the root column from a time."""
     if nbytes <= 0 or us <= 0:
         return False
     rate_gb = nbytes / us / 1e3
@@ -321,6 +348,7 @@ def _bandwidth_agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
 
 
 def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: int) -> Measured:
+    """Read the points of `operation` from the lines of a CSV table with a size and a time or busbw column."""
     reader = csv.DictReader(lines)
     try:
         names = csv_columns(reader, where)
@@ -333,26 +361,34 @@ def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: i
         raise mistake(where, f"has the columns {', '.join(columns) or 'of nothing'}"[:160], fix=FORMS)
     kind = next((columns[name] for name in KIND_COLUMNS if name in columns), None)
     share, column = wire_share(operation, ranks), columns[value]
-    found: list[Point] = []
-    others: list[str] = []
+    points: list[Point] = []
+    other_kinds: list[str] = []
     try:
         for row in reader:
             at = f"{where}:{reader.line_num}"
-            if kind is not None and (other := _other_kind(row.get(kind), operation)):
-                others.append(other)
+            if kind is not None and (other_kind := _other_kind(row.get(kind), operation)):
+                other_kinds.append(other_kind)
             else:
-                found.append(_measured_point(row, where=at, size=size, column=column, unit=value, share=share))
+                points.append(_measured_point(row, where=at, size=size, column=column, unit=value, share=share))
     except csv.Error as error:
         raise mistake(f"{where}:{reader.line_num}", f"is no table: {error}", fix=FORMS) from None
-    if not found:
-        raise _other_system(where, operation, others) if others else mistake(where, "holds no rows", fix=FORMS)
-    return Measured(points=tuple(found), named=kind is not None)
+    if not points:
+        raise (
+            _other_system(where, operation, other_kinds) if other_kinds else mistake(where, "holds no rows", fix=FORMS)
+        )
+    return Measured(points=tuple(points), named=kind is not None)
 
 
 def _other_kind(text: str | None, operation: Operation) -> str | None:
-    """What a cell of a table names, where it is another operation: AllGather, all_gather_perf, all-gather."""
+    """Return the operation that a table cell names if it differs from `operation`, else None.
+
+    Accepts AllGather, all_gather_perf and all-gather alike.
+    """
     word = re.sub(r"[^a-z]", "", (text or "").strip().lower().removesuffix("_perf"))
-    named = next((one for one in PROGRAMS.values() if one.replace("-", "") == word), (text or "")[:40] or "nothing")
+    named = next(
+        (candidate for candidate in PROGRAMS.values() if candidate.replace("-", "") == word),
+        (text or "")[:40] or "nothing",
+    )
     return None if named == operation else named
 
 
@@ -371,6 +407,6 @@ def _measured_point(
 
 
 def worst_error(points: Sequence[Point], predicted: Sequence[float]) -> tuple[float, Point]:
-    """The largest error of predicted seconds, with its sign, and where it is."""
-    errors = [(mine / one.seconds - 1, one) for one, mine in zip(points, predicted, strict=True)]
-    return max(errors, key=lambda one: abs(one[0]))
+    """Return the largest relative error of the predicted seconds, with its sign, and the point where it occurs."""
+    errors = [(prediction / point.seconds - 1, point) for point, prediction in zip(points, predicted, strict=True)]
+    return max(errors, key=lambda entry: abs(entry[0]))

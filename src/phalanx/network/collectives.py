@@ -1,10 +1,11 @@
-"""The NCCL model of `nccl_choice.py` for a million groups at once: what a collective costs inside a training step.
+"""The NCCL model of `nccl_choice.py` over arrays: collectives inside a training step, for a million groups at once.
 
-The same algorithms, channel limits, corrections and latencies (`nccl_tables.py`), for large messages: protocol Simple,
-no rounding of rates to NCCL's list of speeds, and no call, since a training step issues collectives ahead. With NCCL's
-rates and latencies both give the same pick and time (tests/network/test_collectives.py). The planner passes rates and
-latencies as fitted to published steps instead: a collective beside compute and other traffic is slower than one alone
-(docs/decisions/0027). All functions are elementwise over arrays and return seconds.
+It has the same algorithms, channel limits, corrections and latencies (`nccl_tables.py`), for large messages: protocol
+Simple, no rounding of rates to NCCL's list of speeds, and no call, since a training step issues collectives ahead.
+With NCCL's rates and latencies both models give the same pick and time (tests/network/test_collectives.py). The
+planner passes rates and latencies that are fitted to published steps instead: a collective that shares the device
+with compute and other traffic is slower than one alone (docs/decisions/0027). All functions are elementwise over
+arrays and return seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SWITCH_TREE_HOP = LATENCY_US["NET"]["NVLSTree"][SIMPLE] / LATENCY_US["NET"]["Rin
 TREE_CHANNEL = np.array([TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
 SWITCH_TREE_CHANNEL = np.array([NVLS_TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
 SWITCH_EFFICIENCY = np.array([NVLS_EFFICIENCY[family] for family in FAMILIES])
-# c(S) by power of two from 64 B, for trees and for Blackwell's NVLS trees; 1 beyond the places that NCCL reads.
+# c(S) by power of two from 64 B, for trees and for Blackwell's NVLS trees; 1 beyond the entries that NCCL reads.
 CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_TREE], 1.0, 1.0])
 SWITCH_CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_NVLS_TREE], 1.0])
 BLACKWELL = FAMILIES.index("blackwell")
@@ -53,7 +54,7 @@ BLACKWELL = FAMILIES.index("blackwell")
 class Group:
     """A communicator: `ranks` members, `per_domain` of them in each fast domain they touch.
 
-    Without slots, so that what follows from the fields is computed once: a search asks for it a hundred times.
+    Without `__slots__`, so that cached properties are computed once: a search reads each a hundred times.
     """
 
     ranks: Floats
@@ -62,30 +63,32 @@ class Group:
     nic_bytes_per_s: Floats  # per device
     link_latency_s: Floats
     nic_latency_s: Floats
-    loss: Floats | float = 0.0  # exponent by which NIC bandwidth falls with the domains a collective spans
+    # Exponent by which NIC bandwidth falls with the domains a collective spans.
+    loss: Floats | float = 0.0
     switch: Floats | float = 0.0  # 1 where the switch of the fast domain reduces (NVLS)
     family: Floats | float = 2.0  # index in nccl_tables.FAMILIES
-    pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
+    # Share of a ring's inner steps that wait for the slowest (network) hop.
+    pacing: Floats | float = 0.0
 
     @cached_property
     def domains(self) -> Floats:
-        """Fast domains the group spans."""
+        """The number of fast domains that the group spans."""
         return np.maximum(1.0, np.ceil(self.ranks / self.per_domain - 1e-9))
 
     @cached_property
     def network_bytes_per_s(self) -> Floats:
-        """What one device's NIC delivers inside a collective: contention grows with the domains taking part."""
+        """Bytes/s that one device's NIC delivers inside a collective: contention grows with the number of domains."""
         return np.asarray(self.nic_bytes_per_s * self.domains ** -np.asarray(self.loss), dtype=np.float64)
 
     @cached_property
     def bus_bytes_per_s(self) -> Floats:
-        """Slowest link of a ring: NVLink inside a domain, all of the members' NICs together between domains."""
+        """Bytes/s of a ring's slowest link: NVLink inside a domain; between domains all members' NICs together."""
         across = np.minimum(self.link_bytes_per_s, self.per_domain * self.network_bytes_per_s)
         return np.where(self.domains > 1, across, self.link_bytes_per_s)
 
     @cached_property
     def tree_bus_bytes_per_s(self) -> Floats:
-        """Before c(S): 0.92 of a ring's bus; between nodes one channel per NIC, each with its limit."""
+        """Bytes/s of a tree before the correction c(S): 0.92 of a ring; between nodes a limited channel per NIC."""
         limit = np.where(
             self.domains > 1, self.per_domain * TREE_CHANNEL[self._family_index, self._domain_column], np.inf
         )
@@ -93,14 +96,15 @@ class Group:
 
     @cached_property
     def switch_bus_bytes_per_s(self) -> Floats:
-        """Sums in the NVSwitch: NVLS in one domain, NVLSTree between several; 0 where the switch cannot add.
+        """Bytes/s of sums in the NVSwitch: NVLS in one domain, NVLSTree between several; 0 where the switch cannot add.
 
-        A device's links carry every head's part once and its own twice; an all-reduce adds and multicasts at once.
+        A device's links carry the share of every head once and its own twice; an all-reduce adds and multicasts at
+        once.
         """
         heads = np.minimum(self.per_domain, MOST_NVLS_HEADS)
-        part = self.link_bytes_per_s / (heads + 1.0)
-        inside = 2.0 * part * SWITCH_EFFICIENCY[self._family_index] * (heads - 1.0) / heads
-        across = np.minimum(self.network_bytes_per_s, part) * np.where(self.domains <= 2, 2.0, 1.0)
+        head_share = self.link_bytes_per_s / (heads + 1.0)
+        inside = 2.0 * head_share * SWITCH_EFFICIENCY[self._family_index] * (heads - 1.0) / heads
+        across = np.minimum(self.network_bytes_per_s, head_share) * np.where(self.domains <= 2, 2.0, 1.0)
         between = np.minimum(across, SWITCH_TREE_CHANNEL[self._family_index, self._domain_column])
         bus: Floats = heads * np.where(self.domains > 1, np.minimum(inside, between), inside)
         return np.where((np.asarray(self.switch) > 0) & (self.per_domain > 2), bus, 0.0)
@@ -115,7 +119,10 @@ class Group:
 
     @cached_property
     def ring_latency_s(self) -> Floats:
-        """Start-up of the steps of a ring; inside a domain they wait for the slowest hop as far as it paces them."""
+        """The start-up time of a ring's n-1 steps.
+
+        `pacing` is the share by which steps inside a domain wait for the network hop.
+        """
         between = self.domains - 1.0
         inside = np.maximum(0.0, self.ranks - 1.0 - between)
         paced = np.where(between > 0, self.pacing * self.nic_latency_s, 0.0)
@@ -138,10 +145,10 @@ def place_group(
     switch: Floats | float = 0.0,
     family: Floats | float = 2.0,
 ) -> Group:
-    """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order.
+    """Return the group of a mesh axis whose members are `stride` ranks apart, when ranks fill domains in order.
 
-    Where groups of this size do not tile a domain (64 ranks on 72 devices), some straddle two of them, and the slowest
-    group is the one that counts.
+    Where groups of this size do not tile a domain (64 ranks on 72 devices), some groups straddle two domains. The
+    result describes such a group, since the slowest one sets the time.
     """
     inside = np.clip(np.floor(domain / np.maximum(stride, 1.0) + 1e-9), 1.0, np.maximum(ranks, 1.0))
     block = np.maximum(ranks * stride, 1.0)
@@ -162,12 +169,12 @@ def place_group(
 
 
 def ring_latency(group: Group) -> Floats:
-    """Start-up of the n-1 steps of a ring: network steps between domains, link steps inside."""
+    """Return the start-up time of the n-1 steps of a ring: network steps between domains, link steps inside."""
     return group.ring_latency_s
 
 
 def all_gather(group: Group, nbytes: Floats) -> Floats:
-    """Ring all-gather (or reduce-scatter) of `nbytes` in total; NCCL has no tree for it."""
+    """Return the time of a ring all-gather or reduce-scatter of `nbytes` in total; NCCL has no tree for them."""
     share = (group.ranks - 1.0) / np.maximum(group.ranks, 1.0)
     return np.where(group.ranks > 1, share * nbytes / group.bus_bytes_per_s + group.ring_latency_s, 0.0)
 
@@ -176,38 +183,44 @@ reduce_scatter = all_gather
 
 
 def all_reduce_by_algorithm(group: Group, nbytes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Seconds of each of ALGORITHMS; infinite where the algorithm does not exist."""
+    """Return the seconds of an all-reduce by each of ALGORITHMS; infinite where the algorithm does not exist."""
     ring = 2.0 * all_gather(group, nbytes)
     depth = np.floor(np.log2(np.maximum(group.domains, 1.0)) + 1e-9)
-    place = np.minimum(np.frexp(np.maximum(nbytes, 64.0) / 64.0)[1] - 1, CORRECTION.size - 1)
-    tree = 2.0 * nbytes / (group.tree_bus_bytes_per_s * CORRECTION[place]) + 2.0 * (
+    size_index = np.minimum(np.frexp(np.maximum(nbytes, 64.0) / 64.0)[1] - 1, CORRECTION.size - 1)
+    tree = 2.0 * nbytes / (group.tree_bus_bytes_per_s * CORRECTION[size_index]) + 2.0 * (
         (group.per_domain - 1.0) * TREE_HOP * group.link_latency_s + depth * group.nic_latency_s
     )
-    bus, alone = group.switch_bus_bytes_per_s, group.domains <= 1
+    bus, one_domain = group.switch_bus_bytes_per_s, group.domains <= 1
     if not (bus > 0).any():
         return ring, tree, NEVER, NEVER
     wire = 2.0 * (group.ranks - 1.0) / np.maximum(group.ranks, 1.0) / np.where(bus > 0, bus, 1e-30)
     hops = SWITCH_LATENCY_S + 2.0 * depth * SWITCH_TREE_HOP * group.nic_latency_s
     switch = wire * nbytes + hops
     newer = np.asarray(group.family) == BLACKWELL
-    between = np.where(newer, wire * nbytes / SWITCH_CORRECTION[place] + hops, switch) if newer.any() else switch
-    return ring, tree, np.where((bus > 0) & alone, switch, np.inf), np.where((bus > 0) & ~alone, between, np.inf)
+    between = np.where(newer, wire * nbytes / SWITCH_CORRECTION[size_index] + hops, switch) if newer.any() else switch
+    return (
+        ring,
+        tree,
+        np.where((bus > 0) & one_domain, switch, np.inf),
+        np.where((bus > 0) & ~one_domain, between, np.inf),
+    )
 
 
 def all_reduce(group: Group, nbytes: Floats) -> Floats:
-    """The fastest algorithm."""
+    """Return the seconds of an all-reduce with the fastest algorithm."""
     ring, tree, switch, switch_tree = all_reduce_by_algorithm(group, nbytes)
     best = np.minimum(np.minimum(ring, tree), np.minimum(switch, switch_tree))
     return np.where(group.ranks > 1, best, 0.0)
 
 
 def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float = 1.0) -> Floats:
-    """Each rank sends `nbytes` in total, evenly to all members.
+    """Return the time in which each rank sends `nbytes` in total, evenly to all members.
 
-    `network_copies` is the share of bytes that really crosses the network when several receivers in one domain want
-    the same data and it is sent there once.
+    `network_copies` is the share of bytes that crosses the network when several receivers in one domain want the same
+    data and it is sent there only once.
     """
-    # Whatever crosses the network once is handed on inside the domain to the members that want it.
+    # Inside the domain the links carry every byte, as data that crossed the network once is forwarded to all its
+    # receivers.
     local = np.where(group.domains > 1, group.per_domain, group.ranks)
     inside = (local - 1.0) / np.maximum(local, 1.0) * nbytes / group.link_bytes_per_s
     outside = (
@@ -222,7 +235,7 @@ def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float =
 
 
 def message_seconds(group: Group, nbytes: Floats) -> Floats:
-    """One point-to-point message between neighbours of the group."""
+    """Return the time of one point-to-point message between neighbours of the group."""
     crosses = group.per_domain <= 1
     rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)
     latency = np.where(crosses, group.nic_latency_s, group.link_latency_s)
@@ -230,9 +243,10 @@ def message_seconds(group: Group, nbytes: Floats) -> Floats:
 
 
 def ring_hop(group: Group, nbytes: Floats) -> Floats:
-    """One message of every member to the next, all at once, as in ring attention: the slowest hop counts.
+    """Return the time in which every member sends one message to the next at once, as in ring attention.
 
-    A ring over several domains crosses the network once in each, through one member's card.
+    The slowest hop sets the time. A ring over several domains crosses the network once per domain, through one
+    member's NIC.
     """
     crosses = group.domains > 1
     rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)

@@ -1,4 +1,4 @@
-"""A cluster as NCCL would see it; or why NCCL's model has nothing to say about it."""
+"""The communicator that NCCL's model sees on a cluster; UserError for clusters that the model does not cover."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAMILIES: Mapping[str, Family] = {
     "hopper": "hopper",
     "blackwell": "blackwell",
 }
-# Of devices that NCCL does not know: rings reach so much of a link (20.6 of 25 GB/s on Hopper) and of a NIC, in
-# channels of 24 GB/s (16 make the 384 of an H100 node).
+# Devices unknown to NCCL: rings reach this share of a link (20.6 of 25 GB/s on Hopper) and of a NIC, in channels of
+# 24 GB/s (16 make the 384 of an H100 node).
 LINK_SHARE, NET_SHARE, CHANNEL_GB = 0.82, 0.96, 24.0
-FASTEST = 1e15  # bytes per second: no link is
+FASTEST = 1e15  # bytes per second, above any link
 GRACE = ("GH", "GB")  # Grace, an Arm processor, on the same module
-# One direction of one NVLink as vendors count it; NCCL counts 20 to 20.6 and 40.1 of these (nccl_tables.NVLINK_GB).
+# One direction of one NVLink as vendors count it; NCCL counts 20 to 20.6 or 40.1 GB/s for it (nccl_tables.NVLINK_GB).
 LINK_GB: Mapping[Family, float] = {"volta": 25.0, "ampere": 25.0, "hopper": 25.0, "blackwell": 50.0}
 
 
@@ -35,10 +35,10 @@ def nccl_system(
     cpu: Cpu | None = None,
     sharp: bool = False,
 ) -> NcclSystem:
-    """The whole cluster, or `nodes` of its fast domains with `per_node` devices each; every device has its own NIC.
+    """Return the communicator of a whole cluster, or of `nodes` fast domains with `per_node` devices each.
 
-    Raises UserError for what NCCL's model leaves out. `cpu` None: Arm beside devices that come with one (GH200, GB200,
-    GB300), else Intel.
+    Every device has its own NIC. `cpu` None: Arm for devices on a module with an Arm processor (GH200, GB200, GB300),
+    else Intel. Raises UserError for devices that NCCL's model does not cover.
     """
     device = cluster.accelerator
     family = FAMILIES.get(device.family)
@@ -57,10 +57,10 @@ def nccl_system(
 
 
 def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> NcclSystem:
-    """A group of ranks on any cluster.
+    """Return the communicator of a group of ranks on any cluster.
 
-    Devices without a model of their own (RCCL, PCIe) are taken for rings and trees of NCCL at their links' rates,
-    without sums in a switch: a stand-in, good for comparing sizes, not for a promise.
+    Devices that the model does not cover (RCCL, PCIe) are approximated by NCCL's rings and trees at the rates of
+    their links, without sums in a switch: good for comparing message sizes, not for absolute times.
     """
     try:
         return nccl_system(cluster, nodes=nodes, per_node=per_node)
@@ -78,15 +78,16 @@ def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> NcclSystem:
 
 
 def nccl_family(family: str) -> Family:
-    """Whose tables an accelerator's family gets; those that NCCL does not know get the nearest."""
+    """Return the NCCL family whose tables apply to an accelerator's family; the nearest one for unknown families."""
     return FAMILIES.get(family) or ("ampere" if family == "turing" else "hopper")
 
 
 def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: float, operation: Operation) -> float:
-    """Inside each domain over the fast links, then between equal ranks of the domains, each with a part.
+    """Return the time of a collective in two levels: inside each domain over the fast links, then between domains.
 
-    Not one of NCCL's algorithms for gathers and scatters: a trainer gets it by sharding inside a domain (HSDP), or from
-    CollNet. Infinite where there are no two levels.
+    Between domains, equal ranks exchange 1/per_domain of the data each. NCCL has no such algorithm for gathers and
+    scatters: a trainer gets it by sharding inside a domain (HSDP), or from CollNet. Infinite where there are no two
+    levels.
     """
     if domains < 2 or per_domain < 2:
         return math.inf
@@ -100,7 +101,7 @@ def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: flo
 
 
 def sane_rate(bytes_per_s: float) -> float:
-    """A rate that can be divided by, whatever a cluster file or a plan says."""
+    """Return the rate clipped to 1 to FASTEST bytes per second, safe to divide by; 1 if it is not finite."""
     return max(1.0, min(bytes_per_s, FASTEST)) if math.isfinite(bytes_per_s) else 1.0
 
 

@@ -1,8 +1,8 @@
 """Constants of NCCL 2.30's tuning model, for every algorithm, protocol and GPU family.
 
-Read in NVIDIA/nccl src/graph/tuning.cc (2.30.7 @5067397c), src/graph/topo.h and src/graph/search.cc; numbers are NCCL's
-(Apache-2.0), the code around them is ours. Microseconds and GB/s; triples are LL / LL128 / Simple, or one, two and more
-nodes.
+From NVIDIA/nccl src/graph/tuning.cc (2.30.7 @5067397c), src/graph/topo.h and src/graph/search.cc; the numbers are
+NCCL's (Apache-2.0), the code is not. Units are microseconds and GB/s; triples are LL / LL128 / Simple, or one, two
+and more nodes.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ LATENCY_US: Mapping[Hop, Mapping[Algorithm, Triple]] = {
     },
 }
 
-# The most LL carries. Between nodes NCCL takes the row of the CPU's vendor: Intel's is Volta's, AMD's is Ampere's.
+# Limits of the LL protocol. Between nodes NCCL takes the row by the CPU's vendor: Volta's for Intel, Ampere's for
+# AMD.
 LL_MOST_GB: Mapping[Family, Triple] = {
     "volta": (39.0, 39.0, 20.4),
     "ampere": (87.7, 22.5, 19.0),
     "hopper": (141.0, 45.0, 35.0),
     "blackwell": (282.0, 90.0, 70.0),
 }
-# The most one channel carries.
+# Limits of one channel.
 RING_LL128_CHANNEL_GB: Mapping[Family, Triple] = {
     "volta": (20.0, 20.0, 20.0),
     "ampere": (20.0, 20.0, 20.0),
@@ -95,19 +96,19 @@ NVLS_TREE_CHANNEL_GB: Mapping[Family, Triple] = {
 }
 NVLS_EFFICIENCY: Mapping[Family, float] = {"volta": 0.0, "ampere": 0.0, "hopper": 0.85, "blackwell": 0.74}
 
-# c(S) by power of two from 64 B; NCCL reads the first 23 places for trees and 24 for NVLS trees.
+# c(S) by power of two from 64 B; NCCL reads the first 23 entries for trees and 24 for NVLS trees.
 TREE_CORRECTION: Mapping[Protocol, tuple[float, ...]] = {
     "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
     "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, *(0.6,) * 6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1),
     "Simple": (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
 }
 
-# GB/s of one NVLink, and how many a GPU has on NVSwitch boards (src/graph/topo.h; boards: V100 6, A100 12, then 18).
+# GB/s of one NVLink, and NVLinks per GPU on NVSwitch boards (src/graph/topo.h; boards: V100 6, A100 12, later 18).
 NVLINK_GB: Mapping[Family, float] = {"volta": 20.0, "ampere": 20.0, "hopper": 20.6, "blackwell": 40.1}
 NVLINKS: Mapping[Family, int] = {"volta": 6, "ampere": 12, "hopper": 18, "blackwell": 18}
 NET_GB_PER_100G = 12.0
 
-# Speeds of a channel that the search for rings and trees tries, from the fastest (src/graph/search.cc).
+# Channel speeds that the search for rings and trees tries, fastest first (src/graph/search.cc).
 _OLD_INSIDE = (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
 _OLD_ACROSS = (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.4, 1.2, 0.24, 0.12)
 _SLOW = (40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0, 2.4, 1.2, 0.24, 0.12)

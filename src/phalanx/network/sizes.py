@@ -1,4 +1,4 @@
-"""Sizes of messages as people write them: binary, as nccl-tests and NCCL count."""
+"""Message sizes as text: parsing and formatting in binary units, as nccl-tests and NCCL count."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from phalanx.errors import mistake
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*$", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-MOST_BYTES = 2.0**50  # a pebibyte: beyond any message
+MOST_BYTES = 2.0**50  # a pebibyte: above any message
 FORMS = "write it as 64MiB, 1GiB, 65536, or a range as 1MiB..16GiB"
 
 
 def parse_size(text: str, where: str) -> float:
-    """Bytes of `64MiB`, `64M` (binary, as nccl-tests writes it), `64MB` (decimal) or `65536`.
+    """Return the bytes of `64MiB`, `64M` (binary, as nccl-tests writes it), `64MB` (decimal) or `65536`.
 
     >>> parse_size("64M", "--bytes") == parse_size("64 MiB", "--bytes") == 2.0**26
     True
     """
-    found = _SIZE.match(text)
-    unit = 1000.0 if found and (found[3] or "").upper() == "B" else 1024.0
-    nbytes = float(found[1]) * unit ** _POWER[found[2].upper()] if found else 0.0
+    match = _SIZE.match(text)
+    unit = 1000.0 if match and (match[3] or "").upper() == "B" else 1024.0
+    nbytes = float(match[1]) * unit ** _POWER[match[2].upper()] if match else 0.0
     if not 1 <= nbytes <= MOST_BYTES:
-        what = f"{text.strip()[:40]!r} is no size of a message" if found is None else f"a message of {nbytes:g} bytes"
-        raise mistake(where, what, why="1 byte to 1 PiB", fix=FORMS)
+        problem = (
+            f"{text.strip()[:40]!r} is no size of a message" if match is None else f"a message of {nbytes:g} bytes"
+        )
+        raise mistake(where, problem, why="1 byte to 1 PiB", fix=FORMS)
     return nbytes
 
 
 def parse_sizes(text: str, where: str) -> tuple[float, ...]:
-    """One size, or the powers of two of a range with both its ends.
+    """Return one size, or for a range such as `1MiB..16GiB` its ends and the powers of two between them.
 
     >>> [size / 2**20 for size in parse_sizes("1MiB..6MiB", "--bytes")]
     [1.0, 2.0, 4.0, 6.0]
@@ -46,7 +48,7 @@ def parse_sizes(text: str, where: str) -> tuple[float, ...]:
 
 
 def format_size(nbytes: float) -> str:
-    """Binary, three digits.
+    """Format bytes with three digits in binary units.
 
     >>> format_size(2**26), format_size(1536), format_size(100)
     ('64 MiB', '1.5 KiB', '100 B')

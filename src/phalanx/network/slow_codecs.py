@@ -1,34 +1,35 @@
-"""Bytes that values take on a slow link, by codec: what `peers.codecs` sends and what the planner prices.
+"""Encoded size of a vector on a slow link, by codec, as `peers.codecs` sends it and the planner prices it.
 
-    fp64, fp32, bf16   every value as it is, 8, 4 or 2 bytes
+    fp64, fp32, bf16   every value unchanged, 8, 4 or 2 bytes
     int8               blocks of 256 values with one fp32 scale, 1 byte a value
     int4               blocks of 128 values with one fp32 scale, half a byte a value
-    topk-2bit          chunks of 4,096 values: one fp32 scale, the largest share of the values, each as its place in the
-                       chunk (7 bits at 3 %, Elias-Fano) and a 2-bit value (arXiv:2508.15706)
+    topk-2bit          chunks of 4,096 values: one fp32 scale and the largest 3 % of the values, each as its position
+                       in the chunk (7 bits at 3 %, Elias-Fano) and a 2-bit value (arXiv:2508.15706)
 
-A vector is cut for sending only at multiples of `CUT_VALUES`, which every block divides: the pieces of a vector take
-exactly the bytes of the whole.
+A vector is split for sending only at multiples of `CUT_VALUES`, which every block divides: the pieces of a vector
+take exactly as many bytes as the whole vector.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")  # what a job may name; fp64 is for float64 models and for tests
+# Codecs that a job may use; fp64 is for float64 models and for tests.
+CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
 PLAIN_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 INT8_BLOCK, INT4_BLOCK, TOP_CHUNK = 256, 128, 4096
 SCALE_BYTES = 4
 VALUE_BITS = 2
 CUT_VALUES = TOP_CHUNK
 TOP_SHARE = 0.03
-FEEDBACK_CODECS = frozenset({"int4", "topk-2bit"})  # what they lose must be carried to the next round
-# Every member gets what every other sent, and averages it itself. The mean of n sparse updates has up to n times as
-# many values: choosing the largest of them once more would hold most of them back for later rounds.
+FEEDBACK_CODECS = frozenset({"int4", "topk-2bit"})  # their errors must be carried to the next round
+# Every member receives the updates of all others and averages them itself. The mean of n sparse updates has up to n
+# times as many values: choosing the largest of them again would delay most of them to later rounds.
 GATHERED_CODECS = frozenset({"topk-2bit"})
 
 
 def encoded_bytes(codec: str, values: int, top_share: float = TOP_SHARE) -> int:
-    """Bytes of a vector of so many values.
+    """Return the encoded size in bytes of a vector of `values` values.
 
     >>> [encoded_bytes(codec, 4096) for codec in ("fp32", "bf16", "int8", "int4", "topk-2bit")]
     [16384, 8192, 4160, 2176, 144]
@@ -42,13 +43,13 @@ def encoded_bytes(codec: str, values: int, top_share: float = TOP_SHARE) -> int:
     if codec == "int4":
         return -(-values // 2) + SCALE_BYTES * -(-values // INT4_BLOCK)
     if codec == "topk-2bit":
-        chunks, rest = divmod(values, TOP_CHUNK)
-        return chunks * _top_bytes(TOP_CHUNK, top_share) + (_top_bytes(rest, top_share) if rest else 0)
+        chunks, remainder = divmod(values, TOP_CHUNK)
+        return chunks * _top_bytes(TOP_CHUNK, top_share) + (_top_bytes(remainder, top_share) if remainder else 0)
     raise ValueError(f"{codec!r} is not a codec; there are fp64, {', '.join(CODECS)}")
 
 
 def top_values(chunk_values: int, top_share: float = TOP_SHARE) -> int:
-    """Values of a chunk that are sent: at least one.
+    """Return the number of values of a chunk that are sent: at least one.
 
     >>> top_values(4096), top_values(10), top_values(4096, 1.0)
     (123, 1, 4096)
@@ -59,10 +60,10 @@ def top_values(chunk_values: int, top_share: float = TOP_SHARE) -> int:
 
 
 def place_bits(count: int, chunk_values: int) -> tuple[int, int]:
-    """Bits of `count` places in order in a chunk, as Elias and Fano wrote sorted numbers: low bits of each, and a row.
+    """Return the bits of `count` sorted positions in a chunk in Elias-Fano code: low bits of each, and bits of the row.
 
-    The row has a one for each place, as far along as its high bits and its number together: at most 2 bits a place more
-    than any code of sorted places needs, and always the same size.
+    The row has a one for each position, at the index of its high bits plus its number. It takes at most 2 bits a
+    position more than any code of sorted positions needs, and its size is always the same.
 
     >>> place_bits(123, 4096), place_bits(4096, 4096), place_bits(1, 1)
     ((5, 250), (0, 8191), (0, 1))
@@ -72,11 +73,11 @@ def place_bits(count: int, chunk_values: int) -> tuple[int, int]:
 
 
 def exchange_bytes(codec: str, values: int, share: float, members: int, top_share: float = TOP_SHARE) -> float:
-    """Bytes a peer sends in one round: P · (1 + (n - 2) · share), with P the encoded vector; it receives as many.
+    """Return the bytes that a peer sends in one round: P · (1 + (n - 2) · share), with P the encoded vector.
 
-    It sends the other owners their shares of its own vector, P · (1 - share), and the mean of its own share to the
-    n - 1 others. Of a gathered codec, it sends each of them what the n - 1 others wrote of its share in place of the
-    mean, which makes P · (1 + n · (n - 2) · share); it receives (n - 1) · P.
+    It receives as many. It sends the other owners their shares of its own vector, P · (1 - share), and the mean of
+    its own share to the other n-1 peers. With a gathered codec, it sends each peer, in place of the mean, the updates
+    of its share from the n-1 others, which makes P · (1 + n · (n - 2) · share); it receives (n - 1) · P.
 
     >>> exchange_bytes("fp32", 1_000_000, 0.25, 4), exchange_bytes("fp32", 1_000_000, 0.0, 4)
     (6000000.0, 4000000.0)
@@ -89,12 +90,12 @@ def exchange_bytes(codec: str, values: int, share: float, members: int, top_shar
 
 
 def copies_per_share(codec: str, members: int) -> int:
-    """How often an owner of a share sends it, less the once that it keeps for itself of its own vector."""
+    """Return how often an owner sends its share, less the one copy of its own vector that it keeps."""
     return (members - 2) * (members if codec in GATHERED_CODECS else 1)
 
 
 def compression(codec: str, top_share: float = TOP_SHARE) -> float:
-    """How many times fewer bytes than fp32 a large vector takes.
+    """Return the ratio of a large vector's fp32 bytes to its encoded bytes.
 
     >>> [round(compression(codec), 2) for codec in ("bf16", "int8", "int4", "topk-2bit")]
     [2.0, 3.94, 7.53, 113.78]
@@ -103,7 +104,7 @@ def compression(codec: str, top_share: float = TOP_SHARE) -> float:
 
 
 def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
-    """Where a vector is cut for its owners, in values: one more place than there are shares, from 0 to `values`.
+    """Return the indices at which a vector is split for its owners: one more than there are shares, from 0 to `values`.
 
     >>> cut_shares(100_000, [0.5, 0.0, 0.5]), cut_shares(100, [0.5, 0.5])
     ([0, 49152, 49152, 100000], [0, 0, 100])
@@ -114,10 +115,12 @@ def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
     for share in shares:
         total += share
         cuts.append(min(values, round(total * values / CUT_VALUES) * CUT_VALUES))
-    # Shares sum to 1 but for rounding: whoever has the last share that is not zero takes the rest. One that has less
-    # than can be cut takes it only where nobody has more: all others would send it a piece, and wait for its sum.
-    given = [place for place, share in enumerate(shares) if share > 0.0]
-    last = max((place for place in given if cuts[place] < cuts[place + 1]), default=max(given, default=len(shares) - 1))
+    # Shares sum to 1 except for rounding: the last non-zero share takes the remainder. A share smaller than one cut
+    # takes it only where no share is larger, as all other peers would have to send it a piece and wait for its sum.
+    nonzero = [owner for owner, share in enumerate(shares) if share > 0.0]
+    last = max(
+        (owner for owner in nonzero if cuts[owner] < cuts[owner + 1]), default=max(nonzero, default=len(shares) - 1)
+    )
     return cuts[: last + 1] + [values] * (len(shares) - last)
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 
+MAX_HAND_OVER_S = 600.0  # a peer that asks for a result again and again keeps none from leaving
+
+
 class GroupEntry:
     """How one peer enters and leaves its group."""
 
@@ -169,6 +172,7 @@ class GroupEntry:
 
     async def leave(self) -> None:
         """Tell everybody, and stay until a view without us is there, or soon."""
+        await self._hand_over()
         self._node.leaving.add(self._node.me)
         for connection in self._node.links.control.values():
             connection.post(say.Leaving())
@@ -178,6 +182,26 @@ class GroupEntry:
             if self._node.view.member(self._node.me) is None or len(self._node.view.members) < 2:
                 return
             await asyncio.sleep(min(0.05, self._node.settings.heartbeat_s))
+
+    async def _hand_over(self) -> None:
+        """Stay until another member has the last committed result, for as long as its bytes flow.
+
+        Of a view of two, the lower id commits a round alone. If it left before the other had the result, the other
+        could neither do the round again nor fetch the result or the state from any peer.
+        """
+        node, moved_bytes = self._node, -1
+        end = time.monotonic() + MAX_HAND_OVER_S
+        deadline = 0.0
+        while node.rounds.committed >= node.view.first_round:
+            others = set(node.view.ids) - node.suspects() - node.leaving - node.revoked - {node.me}
+            if not others or any(node.committed.get(peer, -1) >= node.rounds.committed for peer in others):
+                return
+            links = [link for peer in others if (link := node.links.data.get(peer)) is not None]
+            if (sent_bytes := sum(link.moved_bytes()[0] for link in links)) != moved_bytes:
+                moved_bytes, deadline = sent_bytes, min(end, time.monotonic() + node.settings.dead_after_s)
+            if time.monotonic() >= deadline:
+                return
+            await asyncio.sleep(min(0.05, node.settings.heartbeat_s))
 
 
 def _is_member(member: Member) -> bool:

@@ -60,6 +60,7 @@ class PeerNode:
         self.joining = GroupEntry(self)
         self.speed = LinkSpeed(self)
         self.progress: dict[str, PeerProgress] = {self.me: PeerProgress()}
+        self.committed: dict[str, int] = {}  # the last committed round that each member knows of, by its heartbeats
         self.syncing: set[str] = set()  # members that still fetch the state: nobody waits for them
         self.latency_s: dict[str, float] = {}
         self.provider: Callable[[], PeerState | None] | None = None
@@ -186,6 +187,7 @@ class PeerNode:
         gone = {*self.links.control, *self.links.data} - set(self.view.ids)
         for peer in gone:
             self.progress.pop(peer, None)
+            self.committed.pop(peer, None)
         self.syncing &= set(self.view.ids)
         self.complaints.clear()
         self.links.maintain(self.member, self.view)
@@ -336,6 +338,7 @@ class PeerNode:
             connection.post(say.Install(proposal=self.views.installed))
         (self.syncing.add if message.syncing else self.syncing.discard)(peer)
         self.progress[peer] = message.progress
+        self.committed[peer] = message.committed
         self.speed.on_heartbeat(peer, message.measured_mbps)
         instance, check = self._checks.get(peer, ("", None))
         if check is None or instance != connection.instance:

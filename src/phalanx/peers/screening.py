@@ -46,10 +46,12 @@ def screen_ready(
     wrong: one that is far from the other and from `usual_update` is.
     """
     dropped: dict[str, str] = {}
+    if not ready:
+        return Screening(dropped={}, weights={}, capped={})
     forms = [(one.values, one.codec, one.top_share) for one in ready.values()]
-    common = max(set(forms), key=lambda form: (forms.count(form), form), default=None)
+    common = max(set(forms), key=lambda form: (forms.count(form), form))
     for peer, one in ready.items():
-        if common is not None and (one.values, one.codec, one.top_share) != common:
+        if (one.values, one.codec, one.top_share) != common:
             own_form, common_form = f"{one.values:,} values in {one.codec}", f"{common[0]:,} in {common[1]}"
             dropped[peer] = f"its update has {own_form}, the round's has {common_form}"
         elif one.norm is None and one.weight > 0.0:
@@ -63,14 +65,16 @@ def screen_ready(
             capped[peer] = f"it claims a weight of {weight:.6g}, and was dealt {dealt:.6g}"
     counted = {peer: weight for peer, weight in weights.items() if weight > 0.0}
     norms = {peer: ready[peer].norm or 0.0 for peer in counted}
-    than = "the last round's" if len(counted) == 2 else "the round's median"
-    usual_norms = _references(norms, usual_update.norm if usual_update else 0.0)
+    last_norm = usual_update.norm if usual_update else 0.0
+    usual_norms = _references(norms, last_norm)
     usual_weights = _references(counted, usual_update.weight if usual_update else 0.0)
     for peer, norm in norms.items():
         weight, usual_norm, usual_weight = counted[peer], usual_norms[peer], usual_weights[peer]
         if usual_norm > 0.0 and norm > norm_limit * usual_norm:
-            times = norm / usual_norm if len(counted) != 2 or usual_update is None else norm / usual_update.norm
-            dropped[peer] = f"the norm of its update, {norm:.3g}, is {times:.3g} times {than}"
+            reference, than = (
+                (last_norm, "the last round's") if len(counted) == 2 else (usual_norm, "the round's median")
+            )
+            dropped[peer] = f"the norm of its update, {norm:.3g}, is {norm / reference:.3g} times {than}"
             del weights[peer]
             capped.pop(peer, None)
             continue
@@ -89,7 +93,7 @@ def screen_ready(
 def _references(values: Mapping[str, float], last: float) -> dict[str, float]:
     """Return what each value is held against: the median, or of two the larger of the other and the last round's."""
     if len(values) != 2:
-        return dict.fromkeys(values, statistics.median(values.values()) if values else 0.0)
+        return dict.fromkeys(values, statistics.median(values.values())) if values else {}
     first, second = values
     if last <= 0.0:
         return {first: math.inf, second: math.inf}
@@ -135,9 +139,9 @@ class ProgressCheck:
         kind, reason = "", ""
         if claim.step < 0 or claim.samples < 0:
             kind, reason = "negative", f"it claims step {claim.step} and {claim.samples} samples"
-        elif at_s is not None and claim.step < before.step:
+        elif claim.step < before.step:
             kind, reason = "backwards", f"it went back from step {before.step} to {claim.step}"
-        elif at_s is not None and self.samples_per_s is not None and claim.samples > before.samples:
+        elif at_s is not None and self.samples_per_s is not None:
             # Heartbeats come in bursts after a stall: one second of slack.
             most = self.samples_per_s * (now_s - at_s + 1.0)
             if claim.samples - before.samples > most:

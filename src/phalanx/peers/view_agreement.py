@@ -5,6 +5,11 @@ majority, takes over what any of them has agreed to before, proposes, and needs 
 committed once a majority of the view holds its whole result; whoever has promised holds nothing new in the old view.
 Two majorities share a member, so the next view knows of every round that was committed, and two halves of a broken
 network never both go on.
+
+Of a view of two, the peer with the lower id is a majority by itself: it may commit a round that the other has not, and
+leave. The other is no majority, so that its next view needs the promise of the first, which names the committed round.
+Where the first is gone without a promise, the other is stuck and commits nothing, unless the first was revoked or a
+person lets the other go on alone: then what the first has committed is no part of the run any more.
 """
 
 from __future__ import annotations
@@ -88,11 +93,13 @@ def choose_proposal(
     What somebody has agreed to already goes first. Otherwise: those who answered and do not leave, and the newcomers;
     the newest attempt that anybody holds whole is committed with the view, as it may have been already.
     """
-    agreed = [one for one in promises.values() if one.proposal is not None and one.proposal_ballot is not None]
+    agreed = [
+        (one.proposal_ballot, one.proposal)
+        for one in promises.values()
+        if one.proposal_ballot is not None and one.proposal is not None
+    ]
     if agreed:
-        newest = max(agreed, key=lambda one: one.proposal_ballot or (0, ""))
-        assert newest.proposal is not None
-        return newest.proposal
+        return max(agreed, key=lambda one: one[0])[1]
     committed = max([view.next_round - 1, *(one.committed for one in promises.values())])
     held = [
         (peer, one.accepted)
@@ -100,7 +107,7 @@ def choose_proposal(
         if one.accepted is not None and one.accepted.plan.round_number == committed + 1
     ]
     outcome = max((one for _, one in held), key=lambda one: one.plan.key, default=None)
-    holders = sorted(peer for peer, one in held if outcome is not None and one.plan.key == outcome.plan.key)
+    holders = sorted(peer for peer, one in held if one == outcome)
     members = {member.id: member for member in view.members if member.id in promises and member.id not in leaving}
     members |= {member.id: member for member in joining if member.id not in leaving}
     next_round = committed + 1 if outcome is None else committed + 2

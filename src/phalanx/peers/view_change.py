@@ -142,7 +142,7 @@ class ViewKeeper:
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
         joining = [member for member, _, _ in self._joining.values()]
-        leaving = node.leaving | node.revoked | complained | (suspects - set(mine.promises))
+        leaving = node.leaving | node.revoked | complained  # suspects that promised are alive, and others left out
         proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
         promised = set(mine.promises)
         if is_forced:
@@ -161,10 +161,8 @@ class ViewKeeper:
         self.install(proposal)
 
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
-        view = self._node.view
-        current = self._ballot is mine and self.acceptor.view.number == view.number
         enough = self._decides(present) if mine.deciders is None else mine.deciders <= present
-        return current and not mine.is_lost and enough
+        return self._ballot is mine and not mine.is_lost and enough  # `install` forgets the ballot
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
         assert callable(is_enough)
@@ -266,6 +264,8 @@ class ViewKeeper:
             node.rounds.fetch_first("the group went on from another state than this peer's")
         node.view, self.installed = view, proposal
         self.forced = proposal if proposal.forced_from else self.forced
+        if self._ballot is not None:
+            self._ballot.changed.set()  # a candidature in the old view ends now, and holds up none in the new one
         self.acceptor, self._ballot, self._highest, self.is_stuck = Acceptor(view), None, 0, False
         node.leaving &= {*view.ids} | {node.me}
         for member in view.members:

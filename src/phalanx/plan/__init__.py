@@ -1,1 +1,4 @@
-"""The planner: (Job, Cluster) -> Plan. `phalanx.plan(...)` is also the public function (phalanx/__init__.py)."""
+"""The planner: it makes a Plan from a Job and a Cluster.
+
+`phalanx.plan(...)` is also the public function (phalanx/__init__.py).
+"""

@@ -1,4 +1,4 @@
-"""Money, energy and carbon of a run."""
+"""Cost, energy and carbon of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from phalanx.units import HOUR_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """The whole run, spare hosts included in the money; None stands for what is not known.
+    """The cost of the whole run, including spare hosts; None means unknown.
 
-    `usd` is (low, middle, high): the cheapest price over the low end of the 80 % interval of the run's time, the middle
-    of both, the dearest price over the high end. `kwh_interval` follows the time alone.
+    `usd` is (low, middle, high): the lowest price over the low end of the 80 % interval of the run's time, the middle
+    of both, the highest price over the high end. `kwh_interval` reflects the interval of the time alone.
     """
 
     device_hours: float
@@ -42,11 +42,11 @@ class Bill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridRegion:
-    """One row of the grid table."""
+    """One row of the table of grid regions."""
 
     name: str
     gco2_per_kwh: float
-    pue: float  # 0 when the source gives none
+    pue: float  # 0 when the source states none
 
 
 def run_bill(
@@ -59,11 +59,11 @@ def run_bill(
     wall_interval_s: tuple[float, float] | None = None,
     where: str = "job",
 ) -> Bill:
-    """What `devices` devices and the spare hosts cost over `wall_s` seconds, and over both ends of its interval."""
+    """Return the cost of `devices` devices and the spare hosts over `wall_s` seconds and over its interval."""
     low_s, high_s = wall_interval_s or (wall_s, wall_s)
-    low, hours, high = low_s / HOUR_S, wall_s / HOUR_S, high_s / HOUR_S
+    low_h, hours, high_h = low_s / HOUR_S, wall_s / HOUR_S, high_s / HOUR_S
     price, price_source = _hour_price(cluster, cost)
-    rented = devices + spares * cluster.host_devices
+    rented_devices = devices + spares * cluster.host_devices
     region = _region_named(cost.region, where) if cost.region else None
     pue, pue_source = _pue_with_source(cluster, cost, region)
     grid, grid_source = _grid_carbon(cluster, cost, region)
@@ -72,14 +72,16 @@ def run_bill(
     return Bill(
         device_hours=devices * hours,
         usd_per_device_hour=price,
-        usd=(price[0] * rented * low, price[1] * rented * hours, price[2] * rented * high) if price else None,
+        usd=(price[0] * rented_devices * low_h, price[1] * rented_devices * hours, price[2] * rented_devices * high_h)
+        if price
+        else None,
         price_source=price_source,
         watts_per_device=watts,
         power_source=power_source,
         pue=pue,
         pue_source=pue_source,
         kwh=kw * hours if kw else None,
-        kwh_interval=(kw * low, kw * high) if kw else None,
+        kwh_interval=(kw * low_h, kw * high_h) if kw else None,
         grid_gco2_per_kwh=grid,
         grid_source=grid_source,
         kgco2e=kw * hours * grid / 1000 if kw else None,
@@ -113,8 +115,8 @@ def _pue_with_source(cluster: Cluster, cost: CostSettings, region: GridRegion | 
         return region.pue, f"{region.name}, mlco2/impact"
     if cluster.pue:
         return cluster.pue, "given for the cluster"
-    usual = statistics.median(one.pue for one in grid_regions().values() if one.pue)
-    return usual, "median of the cloud regions in mlco2/impact that state one"
+    usual_pue = statistics.median(region.pue for region in grid_regions().values() if region.pue)
+    return usual_pue, "median of the cloud regions in mlco2/impact that state one"
 
 
 def _grid_carbon(cluster: Cluster, cost: CostSettings, region: GridRegion | None) -> tuple[float, str]:
@@ -124,37 +126,38 @@ def _grid_carbon(cluster: Cluster, cost: CostSettings, region: GridRegion | None
         return region.gco2_per_kwh, f"{region.name}, mlco2/impact"
     if cluster.grid_gco2_per_kwh:
         return cluster.grid_gco2_per_kwh, "given for the cluster"
-    usual = statistics.median(one.gco2_per_kwh for one in grid_regions().values())
+    usual = statistics.median(region.gco2_per_kwh for region in grid_regions().values())
     return usual, f"median of {len(grid_regions())} cloud regions, mlco2/impact 2019-2021"
 
 
 @functools.cache
 def grid_regions() -> Mapping[str, GridRegion]:
-    """Grid regions by their short name, such as `us-east-1`."""
-    found = {}
+    """Return the grid regions by their short name, such as `us-east-1`."""
+    regions = {}
     for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
         if row["kind"] == "grid_gco2_per_kwh":
             short = row["item"].split()[0]
             pue = float(row["value_median_or_pue"] or 0.0)
-            found[short] = GridRegion(name=row["item"], gco2_per_kwh=float(row["value_min_or_mean"]), pue=pue)
-    return found
+            regions[short] = GridRegion(name=row["item"], gco2_per_kwh=float(row["value_min_or_mean"]), pue=pue)
+    return regions
 
 
 def _region_named(name: str, where: str) -> GridRegion:
-    known = {key.lower(): one for key, one in grid_regions().items()} | {
-        one.name.lower(): one for one in grid_regions().values()
+    regions = {key.lower(): region for key, region in grid_regions().items()} | {
+        region.name.lower(): region for region in grid_regions().values()
     }
-    if name.lower() in known:
-        return known[name.lower()]
+    if name.lower() in regions:
+        return regions[name.lower()]
     raise _unknown_region(name, where)
 
 
 def _unknown_region(name: str, where: str) -> UserError:
-    close = nearest(name, grid_regions())
-    listed = ", ".join(sorted(grid_regions()))
+    suggestion = nearest(name, grid_regions())
+    region_names = ", ".join(sorted(grid_regions()))
     return mistake(
         where,
         f'cost.region = "{name}" is not in the grid table',
         why="the carbon footprint of a kWh depends on where it is generated",
-        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or set cost.grid_gco2_per_kwh",
+        fix=(f'did you mean "{suggestion}"? ' if suggestion else "")
+        + f"known: {region_names}; or set cost.grid_gco2_per_kwh",
     )

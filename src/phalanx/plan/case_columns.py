@@ -1,4 +1,4 @@
-"""Columns of the cost model from a model, a cluster and layouts."""
+"""Build the columns of the cost model from a model, a cluster and layouts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DENSE_POWER = ("hopper", "blackwell", "cdna3", "cdna4")
 SWITCH_REDUCES = ("hopper", "blackwell")  # NVLink SHARP came with NVSwitch 3
 # Device to host memory, one direction: PCIe 4.0/5.0 x16 reaches about 25 GB/s with pinned buffers.
 HOST_LINK_BYTES_PER_S = 25e9
-# Host memory, read and written together: what 16 cores beside one H200 reached while they updated weights (torch's
-# AdamW alone 122 GB/s, with gradients and weights under way 115 to 128: benchmarks/2026-11-18-offload.md) ...
+# Host memory, read and written together: measured on 16 cores with one H200 while they updated weights (torch's AdamW
+# alone 122 GB/s, with gradients and weights in transfer 115 to 128: benchmarks/2026-11-18-offload.md) ...
 HOST_MEMORY_OF_ONE_BYTES_PER_S = 120e9
 # ... and of a whole host, shared by its devices: two thirds of two sockets with eight channels of DDR5-4800, which is
 # an assumption.
@@ -39,45 +39,45 @@ HOST_MEMORY_BYTES_PER_S = 400e9
 
 
 def build_cases(request: PlanRequest, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
-    """A table of cases: one row per entry of the layout columns."""
+    """Return a table of cases with one row per entry of the layout columns."""
     batch = {"seq": request.sequence, "global_batch": global_sequences or request.global_sequences}
-    fixed = {
+    scalar_values = {
         **model_columns(request.model),
         **machine_columns(request.cluster),
         **batch,
         "flash": request.fused_attention,
     }
-    scalars = {name: np.asarray(float(value)) for name, value in fixed.items()}
+    scalars = {name: np.asarray(float(value)) for name, value in scalar_values.items()}
     precision = np.asarray(float(PRECISION_INDEX[request.precision]))
     return Cases(**{**scalars, "precision": precision, **columns})
 
 
 def layout_columns(layouts: list[Layout]) -> dict[str, Floats]:
-    """The layout columns of some layouts."""
+    """Return the layout columns of a list of layouts."""
 
     def column(values: list[float]) -> Floats:
         return np.asarray(values, dtype=np.float64)
 
     return {
-        "micro_batch": column([one.micro_batch for one in layouts]),
-        "tp": column([one.tensor for one in layouts]),
-        "pp": column([one.pipeline for one in layouts]),
-        "vpp": column([one.virtual_pipeline for one in layouts]),
-        "cp": column([one.context for one in layouts]),
-        "ep": column([one.expert for one in layouts]),
-        "dp": column([one.data for one in layouts]),
-        "shard": column([one.shard for one in layouts]),
-        "zero": column([one.zero for one in layouts]),
-        "sp": column([one.sequence_parallel for one in layouts]),
-        "recompute": column([RECOMPUTE.index(one.recompute) for one in layouts]),
-        "schedule": column([SCHEDULES.index(one.schedule) for one in layouts]),
-        "offload": column([OFFLOAD.index(one.offload) for one in layouts]),
-        "compression": column([COMPRESSION.index(one.compression) for one in layouts]),
+        "micro_batch": column([layout.micro_batch for layout in layouts]),
+        "tp": column([layout.tensor for layout in layouts]),
+        "pp": column([layout.pipeline for layout in layouts]),
+        "vpp": column([layout.virtual_pipeline for layout in layouts]),
+        "cp": column([layout.context for layout in layouts]),
+        "ep": column([layout.expert for layout in layouts]),
+        "dp": column([layout.data for layout in layouts]),
+        "shard": column([layout.shard for layout in layouts]),
+        "zero": column([layout.zero for layout in layouts]),
+        "sp": column([layout.sequence_parallel for layout in layouts]),
+        "recompute": column([RECOMPUTE.index(layout.recompute) for layout in layouts]),
+        "schedule": column([SCHEDULES.index(layout.schedule) for layout in layouts]),
+        "offload": column([OFFLOAD.index(layout.offload) for layout in layouts]),
+        "compression": column([COMPRESSION.index(layout.compression) for layout in layouts]),
     }
 
 
 def model_columns(m: ModelShape) -> dict[str, float]:
-    """The model's columns, as scalars."""
+    """Return the model's columns, as scalars."""
     return {
         "layers": m.layers,
         "hidden": m.hidden,
@@ -101,11 +101,11 @@ def model_columns(m: ModelShape) -> dict[str, float]:
 
 
 def machine_columns(cluster: Cluster) -> dict[str, float]:
-    """The machine's columns, as scalars; a probe's matmul rate replaces the catalogue's."""
+    """Return the cluster's columns, as scalars; a probe's matmul rate replaces the catalogue's."""
     device = cluster.accelerator
     rates = {name: matmul_flops(device, name) for name in ("bf16", "fp8", "fp4", "fp32")}
     if cluster.matmul_flops > 0:
-        # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units runs both alike.
+        # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units computes both at the same rate.
         names = ("bf16", "fp32") if device.family == "cpu" else ("bf16",)
         rates |= dict.fromkeys(names, cluster.matmul_flops)
     return {
@@ -132,12 +132,12 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
 
 
 def matmul_units(name: str, family: str) -> int:
-    """Matmul units of a device; the longest matching prefix wins.
+    """Return the number of matmul units of a device, by the longest matching name prefix.
 
     >>> matmul_units("H100-80GB-SXM", "hopper"), matmul_units("L40S", "ada"), matmul_units("Intel Xeon", "cpu")
     (132, 142, 1)
     """
     if family == "cpu":
         return 1
-    fits = [prefix for prefix in UNITS if name.startswith(prefix)]
-    return UNITS[max(fits, key=len)] if fits else UNITS_DEFAULT
+    matching_prefixes = [prefix for prefix in UNITS if name.startswith(prefix)]
+    return UNITS[max(matching_prefixes, key=len)] if matching_prefixes else UNITS_DEFAULT

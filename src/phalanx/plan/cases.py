@@ -1,7 +1,7 @@
-"""A struct of arrays: every number a prediction needs, one element per layout (or per row of a table).
+"""The table of cases that the cost model computes on: one NumPy array per quantity, one element per layout.
 
-One arithmetic serves the search (a million layouts of one model), the validator (thousands of rows, each with its own
-model and machine) and a single plan (one element). Every field broadcasts against every other.
+The same arithmetic serves the search (a million layouts of one model), the backtest (thousands of rows, each with its
+own model and machine) and a single plan (one element). Every field broadcasts against every other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPRESSION = ("none", "bf16", "fp8", "int8", "topk", "powersgd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cases:
-    """Columns of the cost model. Flags are 0 or 1; named choices are indices into the tuples above."""
+    """The columns of the cost model. Flags are 0 or 1; named choices are indices into the tuples above."""
 
     # model
     layers: Floats
@@ -86,31 +86,31 @@ class Cases:
 
     @property
     def devices(self) -> Floats:
-        """Devices the layout occupies."""
+        """The number of devices the layout occupies."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def accumulation(self) -> Floats:
-        """Micro-batches per step on each data rank."""
+        """The number of micro-batches per step on each data rank."""
         return np.maximum(1.0, np.ceil(self.global_batch / (self.dp * self.micro_batch) - 1e-9))
 
     @property
     def tokens(self) -> Floats:
-        """Tokens one rank holds of one micro-batch."""
+        """The number of tokens of one micro-batch on one rank."""
         return self.micro_batch * self.seq / self.cp
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Cases:
-        """The same table restricted to some rows; scalars stay scalars."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: value[index] for name, value in changed.items() if np.ndim(value) > 0})
+        """Return the table restricted to some rows; scalars stay scalars."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[index] for name, value in columns.items() if np.ndim(value) > 0})
 
     def at_places(self, places: NDArray[np.intp]) -> Cases:
-        """The same table restricted to some places of its last axis."""
+        """Return the table restricted to some indices of its last axis."""
         return Cases(**{f.name: at_places(getattr(self, f.name), places) for f in fields(self)})
 
 
 def at_places(values: Floats, places: NDArray[np.intp]) -> Floats:
-    """Some places of the last axis; what is the same along it, or has all of them, stays as it is."""
+    """Return the values at some indices of the last axis; values that are constant along it stay unchanged."""
     if not np.ndim(values) or values.shape[-1] in (1, places.size):
         return values
     return values.take(places, axis=-1)

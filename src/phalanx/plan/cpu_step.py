@@ -1,4 +1,4 @@
-"""Seconds of one step on this machine's own cores, by the constants that were measured on them."""
+"""Seconds of one step on this machine's own cores, from the constants that were measured on them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from phalanx.plan.cases import Cases
 from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import rank_weights
 
-PROFILE = "phalanx-cpu"  # of the 80 % interval (uncertainty.toml)
+PROFILE = "phalanx-cpu"  # names its 80 % interval in uncertainty.toml
 
 
 def step_columns(c: Cases) -> CpuStep:
-    """The cases as the formula reads them. Experts count as an MLP of the width a token passes through."""
-    held = rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
-    routed = c.topk * c.expert_ffn + c.shared_ffn
-    share = c.moe_layers / c.layers
+    """Return the cases as inputs of the CPU formula; experts count as an MLP of the width that a token uses."""
+    weights = rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
+    routed_width = c.topk * c.expert_ffn + c.shared_ffn
+    moe_share = c.moe_layers / c.layers
     return CpuStep(
         layers=c.layers,
         hidden=c.hidden,
         heads=c.heads,
         kv_heads=c.kv_heads,
         head_dim=(c.qk_dim + c.v_dim) / 2.0,
-        ffn=(1.0 - share) * c.ffn + share * routed,
+        ffn=(1.0 - moe_share) * c.ffn + moe_share * routed_width,
         gated=c.gated,
         vocab=c.vocab,
         seq=c.seq,
@@ -40,18 +40,18 @@ def step_columns(c: Cases) -> CpuStep:
         zero=c.zero,
         sp=c.sp,
         recompute=c.recompute,
-        parameters=held.dense + held.experts,
+        parameters=weights.dense + weights.experts,
     )
 
 
 def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
-    """The step of every case."""
+    """Return the step of every case."""
     times = cpu_times(step_columns(c), rates)
-    # Columns of NICs and links, which cores do not have, may be varied too: the step is as large as all columns.
+    # Columns of NICs and links, which cores do not have, may vary too: the step has the shape of all columns.
     zero = np.zeros(np.broadcast_shapes(*(np.shape(getattr(c, item.name)) for item in fields(c))))
-    whole = times.step + zero
+    step_s = times.step + zero
     return StepTimes(
-        step_s=whole,
+        step_s=step_s,
         matmul_s=times.matmul,
         attention_s=times.attention,
         elementwise_s=times.element,
@@ -68,12 +68,12 @@ def predict_cpu_step(c: Cases, rates: CpuRates) -> StepTimes:
         gradient_total_s=times.gradient + zero,
         optimizer_s=times.update,
         overhead_s=times.other,
-        micro_s=whole / c.accumulation,
-        # On cores nothing runs beside anything else: a smooth maximum of sharpness 1 is a sum.
+        micro_s=step_s / c.accumulation,
+        # On cores no two kinds of work overlap: a smooth maximum of sharpness 1 is a sum.
         device_s=times.matmul + times.attention + times.element + times.recompute + times.tensor + times.context + zero,
         host_s=times.issue + zero,
         launch_sharpness=zero + 1.0,
-        busy_s=whole,
+        busy_s=step_s,
         moving_s=times.shard + zero,
         shard_sharpness=zero + 1.0,
     )

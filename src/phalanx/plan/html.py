@@ -1,4 +1,7 @@
-"""A Plan for notebooks: its figures, step and memory as bars, and the Pareto front. HTML and SVG without scripts."""
+"""A Plan for notebooks: its main numbers, step and memory as bars, and the Pareto front.
+
+HTML and SVG without scripts.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from phalanx.plan.reasons import part_name
 from phalanx.plan.site_text import site_html
 from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
-# Okabe and Ito's palette: told apart by colour-blind readers, on light and dark pages.
+# Okabe and Ito's palette: colour-blind readers can distinguish it, on light and dark pages.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 SMALLEST_SHARE = 0.005  # parts below are joined as "other"
 MOST_POINTS = 8
 
 
 def plan_html(plan: Plan) -> str:
-    """What matters first: figures, where the step's time and the memory go, what else lies on the Pareto front."""
+    """Return the plan as HTML: the main numbers, the parts of the step and of the memory, and the Pareto front."""
     p, memory = plan.prediction, plan.memory
     cost = format_money(plan.bill.usd[1]) if plan.bill.usd else "price unknown"
     figures = {
@@ -32,13 +35,13 @@ def plan_html(plan: Plan) -> str:
         "memory": f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.usable_bytes)} usable",
     }
     step = {part_name(name, plan.layout): seconds for name, seconds in p.breakdown_s.items()}
-    room = {**memory.parts_bytes, "headroom": max(0.0, memory.usable_bytes - memory.total_bytes)}
+    memory_parts = {**memory.parts_bytes, "headroom": max(0.0, memory.usable_bytes - memory.total_bytes)}
     devices = plural(plan.layout.devices, "device")
     title = f"{plan.job.name}: {plan.job.model.name} on {plan.cluster.name} ({devices})"
     front = [
-        (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s),
-         format_money(one.usd) if one.usd is not None else "-", format_bytes(one.memory_bytes), one.layout.short)
-        for one in plan.pareto[:MOST_POINTS]
+        (f"{row.devices:,}", format_seconds(row.step_s), format_seconds(row.training_s),
+         format_money(row.usd) if row.usd is not None else "-", format_bytes(row.memory_bytes), row.layout.short)
+        for row in plan.pareto[:MOST_POINTS]
     ]  # fmt: skip
     return "\n".join(
         [
@@ -46,23 +49,23 @@ def plan_html(plan: Plan) -> str:
             html_table(list(figures.items())),
             *(site_html(plan.sites) if plan.sites is not None else ()),
             f"<h5>Step time</h5>{_stacked_bar(step, format_seconds)}",
-            f"<h5>Memory per device</h5>{_stacked_bar(room, format_bytes)}",
+            f"<h5>Memory per device</h5>{_stacked_bar(memory_parts, format_bytes)}",
             "<h5>Pareto front: time, cost and memory</h5>",
             html_table(front, head=("devices", "step", "training", "cost", "memory", "layout")),
-            *(f"<p><b>warning</b> {escape(one)}</p>" for one in plan.warnings),
+            *(f"<p><b>warning</b> {escape(text)}</p>" for text in plan.warnings),
             "</div>",
         ]
     )
 
 
 def _stacked_bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
-    """One bar with its parts in order, and a key below."""
+    """Return one bar with its parts in order, and a key below."""
     total = sum(parts.values()) or 1.0
-    shown = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}
-    rest = total - sum(shown.values())
-    if rest > 1e-9 * total:
-        shown["other"] = rest
-    labels = [(f"{name}: {written(value)} ({value / total:.1%})", value) for name, value in shown.items()]
+    visible = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}
+    rest_value = total - sum(visible.values())
+    if rest_value > 1e-9 * total:
+        visible["other"] = rest_value
+    labels = [(f"{name}: {written(value)} ({value / total:.1%})", value) for name, value in visible.items()]
     keys = [
         f'<span style="white-space:nowrap"><span style="color:{COLOURS[index % len(COLOURS)]}">■</span> {escape(text)}'
         "</span>"

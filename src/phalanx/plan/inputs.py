@@ -1,7 +1,8 @@
-"""The files a job names, held against the job and each other: data, tokenizer, weights, own code.
+"""Checks of the files that a job names, against the job and each other: data, tokenizer, weights, custom code.
 
-`phalanx plan`, `check` and `train` (also with --dry-run) all ask here, so that they say the same. On a machine without
-the files, as the laptop on which a large job is planned, there is nothing to compare, and what is missing is said.
+`phalanx plan`, `check` and `train` (also with --dry-run) all use this module, so their answers agree. On a machine
+without the files, such as the laptop where a large job is planned, the result is skipped and the missing files are
+reported.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from phalanx.job.schema import Job
 from phalanx.plan.prediction import token_budget
 from phalanx.units import format_count, plural
 
-# Rows of the embedding behind the last token of the data that are padding and no mistake: Qwen 2.5 has 271, DeepSeek-V3
-# 465 of 129,280; Megatron-LM pads to 128 × tensor ranks.
+# Rows of the embedding beyond the last token of the data that count as padding, not as a mistake: Qwen 2.5 has 271,
+# DeepSeek-V3 465 of 129,280; Megatron-LM pads to 128 × tensor ranks.
 MOST_PADDING_ROWS, MOST_PADDING_SHARE = 512, 0.1
-# Muennighoff et al. 2023 (arXiv 2305.16264): up to 4 passes over the data are about as good as new data; the worth of
+# Muennighoff et al. 2023 (arXiv 2305.16264): up to 4 passes over the data are about as good as new data; the value of
 # a pass decays with about 15 repetitions.
 FREE_PASSES, SPENT_PASSES = 4.0, 16.0
-# Of a config.json: where these differ the tensors have other sizes, and no weight can be loaded.
+# Keys of a config.json that decide tensor sizes: where one differs, no weight can be loaded.
 SIZES = frozenset(
     (
         *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "gated", "experts"),
@@ -70,16 +71,16 @@ HOW_TO_BUILD = "phalanx data build OUT SOURCE… --tokenizer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFindings:
-    """What the files of a job say against it."""
+    """The problems found in a job's files."""
 
     refused: tuple[Problem, ...] = ()  # training would be wrong, or fail after it started
-    missing: tuple[Problem, ...] = ()  # not on this machine: training here is refused, planning is not
+    missing: tuple[Problem, ...] = ()  # absent from this machine: refuses training here, but not planning
     warnings: tuple[Problem, ...] = ()
-    remarks: tuple[str, ...] = ()  # worth a line, and nothing to change
+    remarks: tuple[str, ...] = ()  # worth a line of output, but nothing to change
 
     @property
     def cautions(self) -> tuple[Problem, ...]:
-        """What a verb that starts nothing warns of."""
+        """Problems that a command which starts no training reports as warnings."""
         return (*self.missing, *self.warnings)
 
 
@@ -91,27 +92,27 @@ def look_at_inputs(
     environ: Mapping[str, str] = os.environ,
     fresh: bool = True,
 ) -> InputFindings:
-    """Compare the files that are here. `base` is the folder of the job file.
+    """Check the files of a job that exist on this machine. `base` is the folder of the job file.
 
-    A run that goes on (not `fresh`) has its weights and its code: only the data is looked at.
+    A resumed run (not `fresh`) has its weights and its code, so only its data is checked.
     """
-    look = _Look(job, base, origins or {}, environ)
+    checks = _Look(job, base, origins or {}, environ)
     if fresh:
-        look.at_code()
-        look.at_weights()
-    look.at_data()
+        checks.at_code()
+        checks.at_weights()
+    checks.at_data()
     if fresh and job.train.weights:
-        look.at_tokenizers()
+        checks.at_tokenizers()
     return InputFindings(
-        refused=tuple(look.refused),
-        missing=tuple(look.missing),
-        warnings=tuple(look.warnings),
-        remarks=tuple(look.remarks),
+        refused=tuple(checks.refused),
+        missing=tuple(checks.missing),
+        warnings=tuple(checks.warnings),
+        remarks=tuple(checks.remarks),
     )
 
 
 class _Look:
-    """One look at the files of one job."""
+    """The checks of one job's files, and the problems found so far."""
 
     def __init__(self, job: Job, base: Path, origins: Mapping[str, Origin], environ: Mapping[str, str]) -> None:
         self.job, self.base, self._origins, self._environ = job, base, origins, environ
@@ -122,37 +123,39 @@ class _Look:
         self.folders: list[tuple[Path, DatasetManifest]] = []
 
     def place(self, key: str) -> str:
-        """File and line of a key where a person wrote it, and the key."""
+        """Return the file and line of a key that was written by hand, with the key; otherwise the key."""
         origin = self._origins.get(key)
         if origin is None or not origin.by_hand:
             return key
-        return f"{origin.where}: {key}" if origin.kind == "file" else origin.where  # --set names the key itself
+        # the origin of --set contains the key
+        return f"{origin.where}: {key}" if origin.kind == "file" else origin.where
 
     def at_code(self) -> None:
-        """Code of the user's own is there: the model, plug-ins, rules. Nothing of it is run."""
+        """Check that custom code exists: the model, plug-ins, rules. The code is not run."""
         job = self.job
-        found = [("rules", name, missing_code(name, self.base)) for name in job.rules if name]
+        references = [("rules", name, missing_code(name, self.base)) for name in job.rules if name]
         if (module := job.model.module) and not module.startswith(f"{SOURCE_MODULE}:"):
             is_named = runs_named_code(module)
             problem = missing_code(module, self.base) if is_named else missing_entry_point(module, MODEL_GROUP)
-            found.insert(0, ("model.module", module, problem))
+            references.insert(0, ("model.module", module, problem))
         for kind, text in list_references(job.plugins):
             reference = PluginReference.parse(text, key=f"plugins.{kind}")
             if reference.place == SOURCE_MODULE:
-                continue  # the job carries it
+                continue  # the job file contains the code
             if reference.place:
                 problem = missing_code(f"{reference.place}:{reference.name}", self.base)
             else:
                 problem = missing_entry_point(reference.name, PLUGIN_GROUPS[kind])
-            found.append((f"plugins.{kind}", text, problem))
-        for key, text, problem in found:
+            references.append((f"plugins.{kind}", text, problem))
+        for key, text, problem in references:
             if problem is not None:
                 what, fix = problem
-                found_here = self.warnings if key == "rules" else self.missing  # training asks no rules
-                found_here.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
+                # Training does not use rules.
+                problems = self.warnings if key == "rules" else self.missing
+                problems.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
 
     def at_weights(self) -> None:
-        """The folder of weights is there, and its config.json describes the model of the job."""
+        """Check that the folder of weights exists and that its config.json describes the job's model."""
         if not self.job.train.weights:
             return
         folder = self.base / self.job.train.weights
@@ -169,10 +172,11 @@ class _Look:
         if self.job.model.module or not is_file(folder / "config.json"):
             return
         try:
-            stated = read_config(folder / "config.json")
-        except UserError:  # of a family we cannot read; the tensors themselves are compared before the start
+            config = read_config(folder / "config.json")
+        # An unsupported model family; the tensors themselves are compared before the start.
+        except UserError:
             return
-        self._compare_shape(folder, stated)
+        self._compare_shape(folder, config)
 
     def _compare_shape(self, folder: Path, stated: Mapping[str, object]) -> None:
         names = {field.name for field in fields(ModelShape)} - {"name"}
@@ -184,7 +188,7 @@ class _Look:
         differences = {
             name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()
         }
-        sizes, others = (
+        sizes, settings = (
             [name for name in differences if name in SIZES],
             [name for name in differences if name not in SIZES],
         )
@@ -197,34 +201,34 @@ class _Look:
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
             )
-        elif others:
+        elif settings:
             self.warnings.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"were trained with other settings: {', '.join(differences[name] for name in others)}",
+                    what=f"were trained with other settings: {', '.join(differences[name] for name in settings)}",
                     why="the weights would load, but the model would compute something else",
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
             )
 
     def at_data(self) -> None:
-        """The datasets have one tokenizer, the model has a row for every token, and how often the text is seen."""
+        """Check the tokenizer and vocabulary of the datasets, and count the passes over them."""
         data = self.job.data
         if data.paths:
             self.folders = [
-                found for path in data.paths if (found := self._dataset_manifest(self.base / path)) is not None
+                dataset for path in data.paths if (dataset := self._dataset_manifest(self.base / path)) is not None
             ]
         elif data.corpus:
             folder = corpus_folder(data.corpus, cache_folder(self._environ), vocab=self.job.model.vocab)
             if is_file(folder / MANIFEST):
-                self.folders = [found for found in (self._dataset_manifest(folder),) if found is not None]
+                self.folders = [dataset for dataset in (self._dataset_manifest(folder),) if dataset is not None]
             else:
                 self._compare_size(corpus_vocab(self.job.model.vocab), f'the corpus "{data.corpus}"', folder)
         if not self.folders:
             return
-        (first, head), *others = self.folders
-        for folder, manifest in others:
-            if manifest.tokenizer_sha256 != head.tokenizer_sha256:
+        (first, first_manifest), *other_folders = self.folders
+        for folder, manifest in other_folders:
+            if manifest.tokenizer_sha256 != first_manifest.tokenizer_sha256:
                 self.refused.append(
                     Problem(
                         where=str(folder),
@@ -252,20 +256,20 @@ class _Look:
             return None
 
     def _compare_size(self, vocab: int, name: str, folder: Path) -> None:
-        """Of the data, against the rows of the embedding."""
+        """Check that the embedding has a row for every token of the data, and few rows that the data never uses."""
         model = self.job.model
         if vocab > model.vocab:
             self.refused.append(too_many_tokens(self.place("model.vocab"), name, vocab, model_vocab=model.vocab))
             return
-        idle = model.vocab - vocab
-        if self.job.train.weights or idle <= max(MOST_PADDING_ROWS, MOST_PADDING_SHARE * model.vocab):
+        idle_rows = model.vocab - vocab
+        if self.job.train.weights or idle_rows <= max(MOST_PADDING_ROWS, MOST_PADDING_SHARE * model.vocab):
             return
-        wasted = idle * model.hidden * (1 if model.tied else 2)
-        share = wasted / count_parameters(model).total
+        unused = idle_rows * model.hidden * (1 if model.tied else 2)
+        share = unused / count_parameters(model).total
         self.warnings.append(
             Problem(
                 where=self.place("model.vocab"),
-                what=f"the model has {model.vocab:,} tokens, and {name} uses {vocab:,} of them: {format_count(wasted)} "
+                what=f"the model has {model.vocab:,} tokens, and {name} uses {vocab:,} of them: {format_count(unused)} "
                 f"parameters ({share:.0%} of the model) are never trained",
                 why="they take memory, and the output layer computes them in every step",
                 fix=f"set model.vocab = {-(-vocab // 64) * 64}, or build the data with the model's own tokenizer: "
@@ -274,37 +278,40 @@ class _Look:
         )
 
     def _count_passes(self) -> None:
-        """How often each source is seen: samples are shared out by weight, and repeated when a source is through."""
+        """Remark how often training passes over the data, and warn where a source is repeated too often.
+
+        Samples are drawn from the sources by weight, and a source starts again at its end.
+        """
         data = self.job.data
         tokens = token_budget(data.tokens, count_parameters(self.job.model).total)
-        found = passes_of([manifest for _, manifest in self.folders], tokens=tokens, sequence=data.sequence)
-        if not found:
+        passes = passes_of([manifest for _, manifest in self.folders], tokens=tokens, sequence=data.sequence)
+        if not passes:
             return
-        source, most = max(found.items(), key=lambda item: item[1])
-        there = sum(manifest.total("tokens", "train") for _, manifest in self.folders)
+        source, max_passes = max(passes.items(), key=lambda item: item[1])
+        available = sum(manifest.total("tokens", "train") for _, manifest in self.folders)
         self.remarks.append(
-            f"data: {format_count(there)} tokens to read, {format_count(tokens)} to train on: "
-            f"{_passes_text(most)}{f' over {source}' if len(found) > 1 else ''}"
+            f"data: {format_count(available)} tokens to read, {format_count(tokens)} to train on: "
+            f"{_passes_text(max_passes)}{f' over {source}' if len(passes) > 1 else ''}"
         )
-        if most <= FREE_PASSES:
+        if max_passes <= FREE_PASSES:
             return
-        least = int(tokens * FREE_PASSES / most)
-        worth = "there is hardly anything left to learn" if most > SPENT_PASSES else "each pass adds less"
+        max_tokens = int(tokens * FREE_PASSES / max_passes)
+        trend = "there is hardly anything left to learn" if max_passes > SPENT_PASSES else "each pass adds less"
         self.warnings.append(
             Problem(
                 where=self.place("data.tokens"),
-                what=f"{format_count(tokens)} tokens are {_passes_text(most)} over "
-                f"{f'the source {source!r} of ' if len(found) > 1 else ''}{format_count(there)} tokens of data",
-                why=f"beyond about {FREE_PASSES:g} passes {worth} (arXiv 2305.16264), and the model memorises the text",
-                fix=f"build from more text, or train on data.tokens = {least:_} or fewer",
+                what=f"{format_count(tokens)} tokens are {_passes_text(max_passes)} over "
+                f"{f'the source {source!r} of ' if len(passes) > 1 else ''}{format_count(available)} tokens of data",
+                why=f"beyond about {FREE_PASSES:g} passes {trend} (arXiv 2305.16264), and the model memorises the text",
+                fix=f"build from more text, or train on data.tokens = {max_tokens:_} or fewer",
             )
         )
 
     def _held_out(self) -> None:
-        """Evaluations need at least one sequence that is kept from training."""
+        """Warn where a job evaluates but the data has no held-out sequence."""
         train, length = self.job.train, self.job.data.sequence
-        held = [source.of("heldout") for _, manifest in self.folders for source in manifest.sources]
-        if any(sum(shard.tokens for shard in shards) > length for shards in held):
+        heldout_shards = [source.of("heldout") for _, manifest in self.folders for source in manifest.sources]
+        if any(sum(shard.tokens for shard in shards) > length for shards in heldout_shards):
             return
         if train.evaluate_every and train.evaluate_sequences:
             self.warnings.append(
@@ -318,19 +325,19 @@ class _Look:
             )
 
     def at_tokenizers(self) -> None:
-        """The numbers in the data mean the same words to the weights."""
+        """Check that the weights were trained with the tokenizer of the data."""
         folder = self.base / self.job.train.weights
         if not is_folder(folder) or not self.folders:
             return
         data_folder, manifest = self.folders[0]
         try:
-            theirs, ours = read_vocabulary(folder), read_vocabulary(data_folder)
+            weights_vocabulary, data_vocabulary = read_vocabulary(folder), read_vocabulary(data_folder)
         except UserError as error:
             self.refused.extend(error.problems)
             return
         where = self.place("train.weights")
-        if theirs is None or ours is None:
-            lacking = folder if theirs is None else data_folder
+        if weights_vocabulary is None or data_vocabulary is None:
+            lacking = folder if weights_vocabulary is None else data_folder
             self.warnings.append(
                 Problem(
                     where=where,
@@ -343,31 +350,31 @@ class _Look:
                 )
             )
             return
-        if ours.file.name == TOKENIZER and ours.sha256 != manifest.tokenizer_sha256:
+        if data_vocabulary.file.name == TOKENIZER and data_vocabulary.sha256 != manifest.tokenizer_sha256:
             self.refused.append(
                 Problem(
-                    where=str(ours.file),
-                    what=f"is not the tokenizer the data was built with: its digest is {ours.sha256[:12]}…, "
+                    where=str(data_vocabulary.file),
+                    what=f"is not the tokenizer the data was built with: its digest is {data_vocabulary.sha256[:12]}…, "
                     f"and the manifest says {manifest.tokenizer_sha256[:12]}…",
                     why="the meaning of the token ids in the data is unknown",
                     fix="phalanx data checksum shows what else changed; build the data again",
                 )
             )
             return
-        self.refused.extend(self._vocabulary_conflicts(where, ours, theirs))
-        self.warnings.extend(self._vocabulary_nuances(where, ours, theirs))
+        self.refused.extend(self._vocabulary_conflicts(where, data_vocabulary, weights_vocabulary))
+        self.warnings.extend(self._vocabulary_nuances(where, data_vocabulary, weights_vocabulary))
 
     def _vocabulary_conflicts(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
-        found = compare_vocabularies(ours, theirs)
-        if not found.conflicts:
+        result = compare_vocabularies(ours, theirs)
+        if not result.conflicts:
             return
-        number, word, other = found.conflicts[0]
-        meant = f"{other!r:.40}" if other else "nothing"
+        token_id, word, weights_word = result.conflicts[0]
+        meaning = f"{weights_word!r:.40}" if weights_word else "nothing"
         yield Problem(
             where=where,
             what=f"{theirs.file.parent} has another tokenizer than the data in {ours.file.parent}: "
-            f"{len(found.conflicts):,} of {len(ours.numbers):,} tokens differ, e.g. id {number:,}: {word!r:.40} in "
-            f"the data, {meant} to the weights",
+            f"{len(result.conflicts):,} of {len(ours.numbers):,} tokens differ, e.g. id {token_id:,}: {word!r:.40} in "
+            f"the data, {meaning} to the weights",
             why="the weights would read other tokens than were written, and no error would occur",
             fix=f"build the data with the weights' tokenizer: {HOW_TO_BUILD} {theirs.file}"
             if theirs.file.name == TOKENIZER
@@ -375,17 +382,17 @@ class _Look:
         )
 
     def _vocabulary_nuances(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
-        found = compare_vocabularies(ours, theirs)
-        if found.conflicts:
+        result = compare_vocabularies(ours, theirs)
+        if result.conflicts:
             return
-        if found.added:
+        if result.added:
             yield Problem(
                 where=where,
-                what=f"the data has {plural(found.added, 'token')} that the tokenizer of the weights does not know",
+                what=f"the data has {plural(result.added, 'token')} that the tokenizer of the weights does not know",
                 why="the weights have no trained row for them: they are trained from scratch",
                 fix=f"if they were added on purpose, do nothing; otherwise {HOW_TO_BUILD} {theirs.file}",
             )
-        if found.cut_otherwise:
+        if result.cut_otherwise:
             yield Problem(
                 where=where,
                 what=f"the tokenizer of the data in {ours.file.parent} has the same tokens as the weights' but splits "
@@ -396,7 +403,7 @@ class _Look:
 
 
 def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> Problem:
-    """Data whose largest number is behind the last row of the embedding."""
+    """Return the problem of data whose largest token id is beyond the last row of the embedding."""
     return Problem(
         where=where,
         what=f"{name} has a vocabulary of {vocab:,}, larger than the model's {model_vocab:,}",
@@ -411,23 +418,23 @@ def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> P
 
 
 def passes_of(manifests: Sequence[DatasetManifest], *, tokens: int, sequence: int) -> dict[str, float]:
-    """How often each source is seen in `tokens` tokens of training; sources without a whole sequence are left out."""
+    """Return the passes over each source in `tokens` tokens of training, without sources shorter than a sequence."""
     sources = [source for manifest in manifests for source in manifest.sources]
     sizes = [max(0, (sum(shard.tokens for shard in source.of("train")) - 1) // sequence) for source in sources]
     # Of every Σ wᵢ·nᵢ samples, source i gives wᵢ·nᵢ (docs/data.md), so one round is wᵢ passes over it.
-    whole = sum(source.weight * size for source, size in zip(sources, sizes, strict=True))
-    if whole <= 0:
+    round_samples = sum(source.weight * size for source, size in zip(sources, sizes, strict=True))
+    if round_samples <= 0:
         return {}
-    rounds = tokens / sequence / whole
-    found: dict[str, float] = {}
+    rounds = tokens / sequence / round_samples
+    passes: dict[str, float] = {}
     for source, size in zip(sources, sizes, strict=True):
         if size:
-            found[source.name] = max(found.get(source.name, 0.0), rounds * source.weight)
-    return found
+            passes[source.name] = max(passes.get(source.name, 0.0), rounds * source.weight)
+    return passes
 
 
 def _passes_text(passes: float) -> str:
-    """A number of passes as people say it.
+    """Return a number of passes in words.
 
     >>> _passes_text(0.00393), _passes_text(0.43), _passes_text(1.0), _passes_text(12.34)
     ('0.39% of a pass', '43% of a pass', '1 pass', '12.3 passes')

@@ -1,4 +1,4 @@
-"""How a model is split over devices: one value, its short name, and its columns in the cost model."""
+"""The layout: how a model is split over devices, with a short and a full name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from phalanx.units import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One way to run a job: tensor × context × pipeline × data devices; experts live inside data × context × tensor."""
+    """One way to run a job on tensor × context × pipeline × data devices.
+
+    Expert groups are formed within data × context × tensor.
+    """
 
     data: int
     shard: int  # data (times context) ranks that share one sharded copy; 1 without sharding
@@ -33,22 +36,22 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices the layout occupies."""
+        """The number of devices the layout occupies."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def axes(self) -> int:
-        """Parallel axes in use besides data: the fewer, the less can go wrong."""
+        """The number of parallel axes in use besides data; fewer axes leave less that can go wrong."""
         return sum(size > 1 for size in (self.tensor, self.context, self.pipeline, self.expert))
 
     @property
     def short(self) -> str:
-        """The name without the axes that are not used and without "no-recompute", for narrow tables."""
+        """The name for narrow tables, without unused axes and without "no-recompute"."""
         axes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
-        used = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+        sizes = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
         groups = [self._zero_text, *([f"EP{self.expert}"] if self.expert > 1 else [])]
-        rest = [word for word in self._other_words if word != "no-recompute"]
-        return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *rest])
+        words = [word for word in self._other_words if word != "no-recompute"]
+        return " ".join(["·".join([*sizes, f"DP{self.data}"]), *groups, *words])
 
     @property
     def _zero_text(self) -> str:
@@ -68,7 +71,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The full name; `ZeRO-3/8` shares one copy between groups of 8 ranks.
+        """The full name; `ZeRO-3/8` shards each copy of the state over groups of 8 ranks.
 
         >>> Layout(data=128, shard=128, tensor=8, context=1, pipeline=16, virtual_pipeline=1, expert=1, zero=1,
         ...        sequence_parallel=True, micro_batch=1, accumulation=16, recompute="full", precision="bf16",

@@ -1,7 +1,7 @@
-"""What a mode and codec cost in loss against synchronous training, as far as anybody measured it.
+"""The loss that a mode and codec cost against synchronous training, as far as it has been measured.
 
-Our own numbers stand in loss_penalty.toml, by table and seed. Where we measured nothing, a published statement is
-named, and where there is none, the penalty is said to be unknown.
+Our own measurements are in loss_penalty.toml, by table and seed. Where there is none, a published result is cited, and
+where there is none of those either, the penalty is reported as unknown.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Case = tuple[str, int, str, bool]  # what is exchanged, H, codec, with a warm-up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPenalty:
-    """Of one row of a table: in percent, for each seed."""
+    """The penalty of one row of a table: in percent, for each seed."""
 
     percents: tuple[float, ...]
     page: str
     what: str
-    chance: tuple[float, ...] = ()  # what synchronous training differs by from itself
+    chance: tuple[float, ...] = ()  # percent by which synchronous runs differ from each other
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """The mean over the seeds."""
         return statistics.fmean(self.percents)
 
     def __str__(self) -> str:
         seeds = plural(len(self.percents), "seed")
         spread = f"{min(self.percents):+.2f} to {max(self.percents):+.2f} % over {seeds}"
-        told = spread if len(self.percents) > 1 else f"{self.mean:+.2f} % with one seed"
+        percents = spread if len(self.percents) > 1 else f"{self.mean:+.2f} % with one seed"
         by_chance = f"; {min(self.chance):+.2f} to {max(self.chance):+.2f} % by chance alone" if self.chance else ""
-        return f"our runs: {told}{by_chance}; {self.what} ({self.page})"
+        return f"our runs: {percents}{by_chance}; {self.what} ({self.page})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossPenalty:
     """Expected rise of the validation loss over synchronous training with the same tokens."""
 
-    percent: float | None  # None: nobody measured it here
+    percent: float | None  # None: not measured
     source: str
     note: str = ""
     low: float | None = None  # over the seeds
@@ -57,21 +57,23 @@ class LossPenalty:
 
 
 def measured_penalties(exchanges: float = math.inf) -> dict[Case, MeasuredPenalty]:
-    """Every case of our tables, for a run of so many exchanges.
+    """Return every case of our tables, for a run of `exchanges` exchanges.
 
-    Short runs lose more: from the longest table that the run is as long as, else from the shortest; of two alike, the
-    newest.
+    Short runs lose more, so a case comes from the longest table that the run is as long as, else from the shortest; of
+    equally long tables the newest counts.
     """
-    found: dict[Case, tuple[float, MeasuredPenalty]] = {}
+    penalties: dict[Case, tuple[float, MeasuredPenalty]] = {}
     for case, length, penalty in _rows():
         rank = length if length <= exchanges else -length
-        if case not in found or rank > found[case][0]:
-            found[case] = rank, penalty
-    return {case: penalty for case, (_, penalty) in found.items()}
+        if case not in penalties or rank > penalties[case][0]:
+            penalties[case] = rank, penalty
+    return {case: penalty for case, (_, penalty) in penalties.items()}
 
 
 def expected_penalty(sync: SyncSettings, *, warm: bool, steps: float = math.inf) -> LossPenalty:
-    """The penalty of a mode, H and codec; `warm` where synchronous steps come first, `steps` are those after them.
+    """Return the penalty of a mode, H and codec.
+
+    `warm` is true where synchronous steps come first; `steps` is the number of steps after them.
 
     >>> from phalanx.job.sync_section import SyncSettings
     >>> expected_penalty(SyncSettings(mode="target-batch"), warm=True).percent
@@ -84,13 +86,15 @@ def expected_penalty(sync: SyncSettings, *, warm: bool, steps: float = math.inf)
     if sync.mode not in ("diloco", "quorum"):
         if family == "fp32":
             return LossPenalty(percent=0.0, source="synchronous training itself: the mean of all gradients")
-        known = tables.get(("gradients", 1, family, False))
-        if known is None:
+        penalty = tables.get(("gradients", 1, family, False))
+        if penalty is None:
             note = f"{family} gradients of every step: nobody measured them here"
             return LossPenalty(percent=None, source="", note=note)
-        return _penalty_of(known, note="top-k of raw gradients breaks Adam's moments" if family == "topk-2bit" else "")
-    if (known := tables.get(("updates", sync.inner_steps, family, warm))) is not None:
-        return _penalty_of(known)
+        return _penalty_of(
+            penalty, note="top-k of raw gradients breaks Adam's moments" if family == "topk-2bit" else ""
+        )
+    if (penalty := tables.get(("updates", sync.inner_steps, family, warm))) is not None:
+        return _penalty_of(penalty)
     if not warm and family in ("fp32", "int8"):
         nearest = min(COLD_STEPS, key=lambda steps: abs(steps - sync.inner_steps))
         return _penalty_of(
@@ -111,7 +115,7 @@ def _penalty_of(known: MeasuredPenalty, note: str = "") -> LossPenalty:
 
 
 def _rows() -> Iterator[tuple[Case, float, MeasuredPenalty]]:
-    """Each with the exchanges of its runs."""
+    """Yield each case of the tables with its penalty and the number of exchanges of its runs."""
     for table in _shipped()["table"]:
         base = table["synchronous"]
         chance = _percents(table.get("moved", ()), base)
@@ -124,8 +128,8 @@ def _rows() -> Iterator[tuple[Case, float, MeasuredPenalty]]:
 
 
 def _percents(nats: Sequence[float], base: Sequence[float]) -> tuple[float, ...]:
-    """By seed; a row may have fewer than the table."""
-    return tuple(100 * (one / synchronous - 1) for one, synchronous in zip(nats, base, strict=False))
+    """Return the penalty of each seed; a row may have fewer seeds than the table."""
+    return tuple(100 * (nats_of_seed / synchronous - 1) for nats_of_seed, synchronous in zip(nats, base, strict=False))
 
 
 @cache

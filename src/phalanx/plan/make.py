@@ -1,4 +1,4 @@
-"""From a job and a cluster to a Plan: search, then everything that follows from the winner."""
+"""Make a Plan from a job and a cluster: search the layouts, then derive every prediction from the best one."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from phalanx.plan.search_or_shrink import search_or_shrink
 from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
-LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
+LONGEST_S = 365.0 * DAY_S  # runs predicted to take longer get a warning
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
-POOR_PROGRESS = 0.5  # below this share of effective time half the bill buys nothing
+POOR_PROGRESS = 0.5  # below this share of effective training time, half the cost is wasted
 
 
 def make_plan(
@@ -50,12 +50,12 @@ def make_plan(
     allow_unfinishable: bool = False,
     earlier: Layout | None = None,
 ) -> Plan:
-    """Plan a job, or the job in a file, on a cluster (the job's own by default).
+    """Plan a job, or the job in a file, on a cluster (by default the one the job names).
 
-    `calibration` is a file that `phalanx calibrate` wrote. Raises UserError when nothing legal fits, and, unless
-    `allow_unfinishable` asks for it, for a run that would never finish. With the layout `earlier` of a run that is
-    resumed, devices that no layout divides evenly get that layout with fewer data ranks. `print(plan)` is the page of
-    `phalanx plan`.
+    `calibration` is a file that `phalanx calibrate` wrote. With the layout `earlier` of a run that is resumed, a
+    number of devices that no layout divides evenly gets that layout with fewer data ranks. `print(plan)` prints the
+    page of `phalanx plan`. Raises UserError if no legal layout fits, and, unless `allow_unfinishable` is true, if the
+    run would never finish.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -71,31 +71,32 @@ def make_plan(
             fix="pass the result of phalanx.load, or a path",
         )
     if isinstance(calibration, str | Path):
-        from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
+        # Imports scipy, so only where a calibration is used.
+        from phalanx.plan.calibrate import read_calibration
 
         calibration = read_calibration(Path(calibration))
     asked = job.job if isinstance(job, ResolvedJob) else job
-    base = job.path.parent if isinstance(job, ResolvedJob) else None
+    job_folder = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
-        cluster = resolve_cluster(asked.cluster.target, base=base, ranks_per_gpu=asked.train.ranks_per_gpu)
+        cluster = resolve_cluster(asked.cluster.target, base=job_folder, ranks_per_gpu=asked.train.ranks_per_gpu)
     elif not isinstance(cluster, Cluster):
         cluster = resolve_cluster(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
-    noted = job.warnings if isinstance(job, ResolvedJob) else ()
+    job_warnings = job.warnings if isinstance(job, ResolvedJob) else ()
 
     def plan_on(asked: Job, where: Cluster, earlier: Layout | None = None) -> Plan:
         request, advice = request_from_job(asked, where, origins=origins)
         return _make_plan(
             asked,
             _with_calibration(request, calibration),
-            noted=(*noted, *advice),
+            noted=(*job_warnings, *advice),
             calibration=calibration,
             allow_unfinishable=allow_unfinishable,
             earlier=earlier,
         )
 
     if cluster.sites:
-        from phalanx.plan.site_plan import plan_sites  # nothing that a plan of one cluster needs
+        from phalanx.plan.site_plan import plan_sites  # only a cluster of sites needs it
 
         return plan_sites(asked, cluster, plan_on)
     if asked.sync.has_peers:
@@ -108,7 +109,8 @@ def make_plan(
 def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
     if note is None:
         return request
-    from phalanx.plan.calibrate import Calibration  # imports scipy: only when asked for
+    # Imports scipy, so only where a calibration is used.
+    from phalanx.plan.calibrate import Calibration
 
     return replace(request, calibration=Calibration(**note.scalars))
 
@@ -124,58 +126,58 @@ def _make_plan(
 ) -> Plan:
     cluster = request.cluster
     started = time.perf_counter()
-    found = search_or_shrink(request, earlier, reproducible=job.numerics.reproducible)
+    result = search_or_shrink(request, earlier, reproducible=job.numerics.reproducible)
     seconds = time.perf_counter() - started
-    layout = found.best.layout
+    layout = result.best.layout
     prediction, memory = predict_layout(request, layout)
-    state = checkpoint_bytes(request, layout)
-    trouble = predict_reliability(
+    state_bytes = checkpoint_bytes(request, layout)
+    reliability = predict_reliability(
         cluster,
         checkpoint=job.checkpoint,
         fault=job.fault,
-        state_bytes=state,
+        state_bytes=state_bytes,
         devices=layout.devices,
         step_s=prediction.step_s,
     )
-    trouble = replace(trouble, replica_loss=_price_loss(job, cluster, layout, trouble, prediction))
-    if trouble.effective_time <= 0 and not allow_unfinishable:
-        raise _never_finishes(request, trouble)
+    reliability = replace(reliability, replica_loss=_price_loss(job, cluster, layout, reliability, prediction))
+    if reliability.effective_time <= 0 and not allow_unfinishable:
+        raise _never_finishes(request, reliability)
     budget = token_budget(job.data.tokens, prediction.parameters)
-    lasting, uneven = run_duration(
+    duration, uneven = run_duration(
         request,
         layout,
         batch=job.batch,
         tokens=budget,
         step_s=prediction.step_s,
-        effective_time=trouble.effective_time,
+        effective_time=reliability.effective_time,
         step_interval_s=(prediction.step_s_low, prediction.step_s_high),
-        effective_interval=trouble.effective_time_interval,
+        effective_interval=reliability.effective_time_interval,
     )
-    costs = run_bill(
+    bill = run_bill(
         cluster,
         cost=job.cost,
-        wall_s=lasting.wall_s,
-        wall_interval_s=(lasting.wall_s_low, lasting.wall_s_high),
-        spares=trouble.spares,
+        wall_s=duration.wall_s,
+        wall_interval_s=(duration.wall_s_low, duration.wall_s_high),
+        spares=reliability.spares,
         devices=layout.devices,
         where=request.place("cost.region"),
     )
     warnings = (
         *noted,
-        *found.warnings,
+        *result.warnings,
         *uneven,
-        *_slow_progress(request, trouble),
-        *_too_long(request, lasting, layout),
-        *([full] if (full := offload_problem(request, layout)) else []),
+        *_slow_progress(request, reliability),
+        *_too_long(request, duration, layout),
+        *([memory_problem] if (memory_problem := offload_problem(request, layout)) else []),
         *_trainer_problems(job, request, layout),
         *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(
-            [wasted]
-            if (wasted := compression_pays(request, layout, where=request.place("parallel.compression")))
+            [compression_problem]
+            if (compression_problem := compression_pays(request, layout, where=request.place("parallel.compression")))
             else []
         ),
     )
-    price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
+    price_usd = bill.usd_per_device_hour[1] if bill.usd_per_device_hour else None
     return Plan(
         schema=SCHEMA,
         version=installed_version("phalanx") or "unknown",
@@ -186,18 +188,18 @@ def _make_plan(
         memory=memory,
         rank_order=RANK_ORDER,
         mapping=with_messages(job, cluster, layout, map_axes(request, layout)),
-        duration=lasting,
-        reliability=trouble,
-        bill=costs,
-        alternatives=tuple(explain_alternative(request, layout, other) for other in found.others),
-        pareto=_pareto_points(request, found, batch=job.batch, tokens=budget, price_usd=price_usd),
+        duration=duration,
+        reliability=reliability,
+        bill=bill,
+        alternatives=tuple(explain_alternative(request, layout, alternative) for alternative in result.others),
+        pareto=_pareto_points(request, result, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
-            legal=found.legal,
-            fitting=found.fitting,
+            legal=result.legal,
+            fitting=result.fitting,
             seconds=seconds,
-            fastest=found.fastest.layout,
-            fastest_step_s=found.fastest.step_s,
-            fastest_memory_bytes=found.fastest.memory_bytes,
+            fastest=result.fastest.layout,
+            fastest_step_s=result.fastest.step_s,
+            fastest_memory_bytes=result.fastest.memory_bytes,
         ),
         calibration=calibration,
         warnings=tuple(problem.render() for problem in warnings),
@@ -207,7 +209,7 @@ def _make_plan(
 def _price_loss(
     job: Job, cluster: Cluster, layout: Layout, trouble: Reliability, prediction: Prediction
 ) -> ReplicaLoss | None:
-    """What a lost rank costs, when all rebuild and when its model replica is left out."""
+    """Return the cost of a lost rank when all ranks rebuild and when only its model replica is left out."""
     step_s = prediction.step_s
     lag_s = trouble.persist_s if job.checkpoint.asynchronous else 0.0
     redone_s = trouble.memory_every * step_s / 2 if trouble.memory_every else lag_s + trouble.interval_s / 2
@@ -225,61 +227,63 @@ def _price_loss(
 
 
 def checkpoint_bytes(request: PlanRequest, layout: Layout) -> float:
-    """Bytes of weights and optimizer state of the whole model: what a restart needs."""
+    """Return the bytes of weights and optimizer state of the whole model, which a restart has to load."""
     table, _, _ = price_layouts(request, [layout])
     weights = float(np.max(element_bytes(table)))
-    each = weights + float(np.max(request.memory.optimizer_bytes)) + request.packed_bytes
+    bytes_per_parameter = weights + float(np.max(request.memory.optimizer_bytes)) + request.packed_bytes
     tables = request.model.vocab * request.model.hidden * (1 if request.model.tied else 2)
-    return count_parameters(request.model).total * each + tables * float(np.max(request.memory.table_optimizer_bytes))
+    return count_parameters(request.model).total * bytes_per_parameter + tables * float(
+        np.max(request.memory.table_optimizer_bytes)
+    )
 
 
 def _pareto_points(
     request: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
 ) -> tuple[ParetoPoint, ...]:
-    """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
+    """Return the Pareto front with its time and cost to the token budget, following the same batch ramp as the plan."""
     points = []
-    for one in found.pareto:
-        lasting, _ = run_duration(
-            request, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0
+    for candidate in found.pareto:
+        duration, _ = run_duration(
+            request, candidate.layout, batch=batch, tokens=tokens, step_s=candidate.step_s, effective_time=1.0
         )
-        hours = lasting.training_s / HOUR_S
+        hours = duration.training_s / HOUR_S
         points.append(
             ParetoPoint(
-                layout=one.layout,
-                devices=one.layout.devices,
-                step_s=one.step_s,
-                training_s=lasting.training_s,
-                usd=hours * one.layout.devices * price_usd if price_usd is not None else None,
-                memory_bytes=one.memory_bytes,
+                layout=candidate.layout,
+                devices=candidate.layout.devices,
+                step_s=candidate.step_s,
+                training_s=duration.training_s,
+                usd=hours * candidate.layout.devices * price_usd if price_usd is not None else None,
+                memory_bytes=candidate.memory_bytes,
             )
         )
     return tuple(points)
 
 
 def _at_best(trouble: Reliability) -> float:
-    """Effective time if the checkpoint interval were the optimum."""
+    """Return the effective time at the optimal checkpoint interval."""
     return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
 
 
 def _never_finishes(request: PlanRequest, trouble: Reliability) -> UserError:
-    """Failures come faster than the run recovers from them."""
-    lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
-    total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
-    by_interval = _at_best(trouble) > 0
+    """Return the error for a run whose failures come faster than it recovers from them."""
+    lost_text, redone_text = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
+    total_text = format_seconds(trouble.lost_s + trouble.interval_s / 2)
+    interval_helps = _at_best(trouble) > 0
     rate = f"failures_per_host_day = {trouble.failures_per_host_day:g} over {plural(trouble.hosts, 'host')}"
-    calmer = f"check {rate}; shorten fault.detect_s and fault.restart_s, or use fewer hosts"
+    host_fix = f"check {rate}; shorten fault.detect_s and fault.restart_s, or use fewer hosts"
     return mistake(
-        request.place("checkpoint.interval_s") if by_interval else request.cluster.name,
-        f"the run never finishes: a failure every {format_seconds(trouble.mtbf_s)} costs {total}",
-        why=f"{lost} to detect, restart and save, and on average {redone} of work redone",
-        fix=_better_interval(trouble) if by_interval else calmer,
+        request.place("checkpoint.interval_s") if interval_helps else request.cluster.name,
+        f"the run never finishes: a failure every {format_seconds(trouble.mtbf_s)} costs {total_text}",
+        why=f"{lost_text} to detect, restart and save, and on average {redone_text} of work redone",
+        fix=_better_interval(trouble) if interval_helps else host_fix,
     )
 
 
 def _better_interval(trouble: Reliability) -> str:
     best_s = trouble.optimal_interval_s
-    named = f"use checkpoint.interval_s = {max(1, round(best_s))}, or leave it out" if math.isfinite(best_s) else ""
-    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time is spent training"
+    setting = f"use checkpoint.interval_s = {max(1, round(best_s))}, or leave it out" if math.isfinite(best_s) else ""
+    return f"{setting or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time is spent training"
 
 
 def _slow_progress(request: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
@@ -298,7 +302,7 @@ def _slow_progress(request: PlanRequest, trouble: Reliability) -> tuple[Problem,
 
 
 def _bad_interval(request: PlanRequest, trouble: Reliability) -> Problem:
-    """The checkpoint interval, not the failures, eats the time."""
+    """Return the warning for a checkpoint interval, rather than failures, that takes most of the time."""
     return Problem(
         where=request.place("checkpoint.interval_s"),
         what=f"only {trouble.effective_time:.0%} of the time is spent training: checkpoint.interval_s = "
@@ -310,7 +314,7 @@ def _bad_interval(request: PlanRequest, trouble: Reliability) -> Problem:
 
 
 def _too_long(request: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
-    """A run nobody will wait for, and how many devices would make it one they might."""
+    """Warn of a run that takes more than a year, with the number of devices that would finish it in 90 days."""
     if not LONGEST_S < lasting.wall_s < float("inf"):
         return ()
     unit = request.cluster.domain_devices
@@ -326,7 +330,7 @@ def _too_long(request: PlanRequest, lasting: Duration, layout: Layout) -> tuple[
 
 
 def _trainer_problems(job: Job, request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
-    """What our own trainer would refuse of this plan; another framework's limits are its own."""
+    """Return the settings of this plan that Phalanx's trainer would reject; empty for other frameworks."""
     if not trains_with_phalanx(job):
         return ()
     return tuple(
@@ -335,10 +339,10 @@ def _trainer_problems(job: Job, request: PlanRequest, layout: Layout) -> tuple[P
     )
 
 
-# Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.
+# Plan for this machine's own cores, and time the chosen layout before the plan is shown.
 #
-# Cores differ more from each other than a formula knows, and a few seconds of the real step tell. Where the timing
-# makes another layout look better, that one is timed too.
+# Cores differ more from each other than a formula can predict, and a few seconds of the real step show by how much.
+# Where the timing makes another layout look better, that one is timed too.
 
 
 ROUNDS = 3  # layouts timed for one plan at most
@@ -349,34 +353,40 @@ LONGEST_TIMED_S = 12.0  # a step that takes longer with the fewest micro-batches
 def plan_here(
     make: Callable[[], Plan], target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]
 ) -> Plan:
-    """What `make` plans, with this machine measured where `target` means its cores."""
+    """Return the plan of `make`, with timings of this machine where `target` means its cores."""
     # Not at the top: discovery, NVML and worker processes are nothing a plan for another cluster needs.
     from phalanx.hardware.step_probe import measure_first, time_layout
 
     measure_first(target, environ=environ, tell=tell)
-    made = make()
+    plan = make()
     for _ in range(ROUNDS):
-        step = _timed_step(made)
+        step = _timed_step(plan)
         if step is None:
             break
-        if not time_layout(step, made.to_json(), environ=environ, tell=tell, name=made.layout.name):
+        if not time_layout(step, plan.to_json(), environ=environ, tell=tell, name=plan.layout.name):
             break
-        made = make()
-    return made
+        plan = make()
+    return plan
 
 
 def _timed_step(plan: Plan) -> CpuStep | None:
-    """The step that stands for the plan's; None where it cannot be timed as it will be trained, or not in seconds."""
+    """Return the step to time for a plan, with fewer micro-batches where it would be long.
+
+    None if it cannot be timed as it will be trained, or takes longer than LONGEST_TIMED_S.
+    """
     rates = plan.cluster.cpu
     if rates is None or plan.job.model.module or plan.job.parallel.recompute_layers != "auto":
         return None
     request, _ = request_from_job(plan.job, plan.cluster)
     columns, _, _ = price_layouts(request, [plan.layout])
-    one = step_columns(columns)
-    whole = CpuStep(**{name: float(np.ravel(getattr(one, name))[0]) for name in CpuStep.__dataclass_fields__})
-    count = int(whole.count)
-    least = min(count, 2 * int(whole.pp) * max(1, int(whole.vpp)))  # a pipeline has to fill
-    while count > least and float(cpu_times(replace(whole, count=float(count)), rates).step) > STEP_S:
-        count = max(least, count // 2)
-    step = replace(whole, count=float(count))
+    columns_of_step = step_columns(columns)
+    full_step = CpuStep(
+        **{name: float(np.ravel(getattr(columns_of_step, name))[0]) for name in CpuStep.__dataclass_fields__}
+    )
+    count = int(full_step.count)
+    # A pipeline has to fill.
+    min_count = min(count, 2 * int(full_step.pp) * max(1, int(full_step.vpp)))
+    while count > min_count and float(cpu_times(replace(full_step, count=float(count)), rates).step) > STEP_S:
+        count = max(min_count, count // 2)
+    step = replace(full_step, count=float(count))
     return step if float(cpu_times(step, rates).step) <= LONGEST_TIMED_S else None

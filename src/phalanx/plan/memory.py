@@ -21,7 +21,7 @@ from phalanx.plan.memory_profile import (
 from phalanx.plan.physics import Number
 from phalanx.plan.trainer_memory import PLAIN, counted_stages, most_counted
 
-INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
+INDEX_LIMIT = 2.0**31  # elements that a 32-bit index reaches; loss kernels fail on larger logit tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +33,21 @@ class MemoryUse:
     optimizer: Floats
     activations: Floats
     logits: Floats
-    gathered: Floats  # layers ZeRO-3 has gathered, and full-width buffers of tensor parallelism
+    gathered: Floats  # layers that ZeRO-3 has gathered, and full-width buffers of tensor parallelism
     buffers: Floats
     total: Floats
     first_stage: Floats  # the same sum for the first stage: rank 0, whose memory most logs print
     usable: Floats
-    runs: NDArray[np.bool_]  # as `can_run` says
+    runs: NDArray[np.bool_]  # the result of `can_run`
 
     @property
     def fits(self) -> NDArray[np.bool_]:
-        """True where the layout can run in the memory there is."""
+        """A mask of the layouts that can run in the available memory."""
         return (self.total <= self.usable) & self.runs
 
     @property
     def headroom(self) -> Floats:
-        """Free share of the usable memory; negative when it does not fit."""
+        """The free share of the usable memory; negative when it does not fit."""
         return 1.0 - self.total / self.usable
 
 
@@ -59,12 +59,12 @@ class MostMemory:
 
 
 def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
-    """(kept per layer without recompute, kept with full recompute) for one micro-batch, bytes."""
+    """Return the bytes that a layer keeps of one micro-batch, without recompute and with full recompute."""
     tokens, size = c.tokens, element_bytes(c)
-    spread = np.where(c.sp > 0, c.tp, 1.0)
+    split_ranks = np.where(c.sp > 0, c.tp, 1.0)
     heads, kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
     gathered = np.where(c.sp > 0, f.gathered_kept, 0.0)
-    hidden = tokens * c.hidden * size * (gathered + (f.hidden_copies - gathered) / spread)
+    hidden = tokens * c.hidden * size * (gathered + (f.hidden_copies - gathered) / split_ranks)
     attention = tokens * size * (heads * (c.qk_dim + c.v_dim) + kv * (c.qk_dim + c.v_dim))
     # Up projection, activation function and, when gated, the gate and the product: 2 or 4 tensors of the MLP width.
     dense = tokens * size * c.ffn / c.tp * (2.0 + 2.0 * c.gated)
@@ -74,88 +74,101 @@ def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
     mlp = (1.0 - moe_share) * dense + moe_share * (routed + shared)
     # Unfused attention keeps scores, probabilities and the dropout mask: 5 bytes per score (Korthikanti et al. 2022).
     scores = np.where((c.flash > 0) | (c.recompute == SELECTIVE), 0.0, 5.0 * heads * tokens * c.seq)
-    narrow = (c.precision == FP8) | (c.precision == FP4)
-    kept = hidden + (attention + mlp) * f.width_copies * np.where(narrow, f.narrow_copies, 1.0)
-    kept = kept * np.where(c.recompute == SELECTIVE, f.selective_kept, 1.0) + scores
-    return kept, tokens * c.hidden * size / spread
+    is_narrow = (c.precision == FP8) | (c.precision == FP4)
+    kept_bytes = hidden + (attention + mlp) * f.width_copies * np.where(is_narrow, f.narrow_copies, 1.0)
+    kept_bytes = kept_bytes * np.where(c.recompute == SELECTIVE, f.selective_kept, 1.0) + scores
+    return kept_bytes, tokens * c.hidden * size / split_ranks
 
 
 def in_flight(c: Cases) -> Floats:
-    """Micro-batches whose activations the first stage holds at once, in units of the stage's layers."""
+    """Return the micro-batches whose activations the first stage holds at once, in units of the stage's layers."""
     count = c.accumulation
-    one = np.minimum(c.pp, count)
+    plain = np.minimum(c.pp, count)
     interleaved = np.minimum(c.pp * (1.0 + (c.pp - 1.0) / (c.pp * c.vpp)), count * 1.0)
-    held = np.where(c.vpp > 1, interleaved, one)
-    return np.where(c.schedule == GPIPE, count, held)
+    num_held = np.where(c.vpp > 1, interleaved, plain)
+    return np.where(c.schedule == GPIPE, count, num_held)
 
 
 def empty_stages(c: Cases, *, balanced: Number) -> Floats:
-    """Pipeline stages that would hold no layer; a balanced split needs room for the head as well."""
+    """Return the pipeline stages that would hold no layer; a balanced split needs room for the head as well."""
     counts_head = np.asarray(balanced) > 0
     share = (c.layers + np.where(counts_head, head_layers(c), 0.0)) / c.pp
-    used = np.minimum(np.ceil(c.layers / np.maximum(share, 1e-9) - 1e-9), c.layers)
+    used_stages = np.minimum(np.ceil(c.layers / np.maximum(share, 1e-9) - 1e-9), c.layers)
     # One stage may hold the head alone, one more only the loss.
-    spare = np.where(counts_head, 2.0, 0.0)
-    return np.maximum(0.0, c.pp - used - spare)
+    spare_stages = np.where(counts_head, 2.0, 0.0)
+    return np.maximum(0.0, c.pp - used_stages - spare_stages)
 
 
 def _stage_bytes(c: Cases, f: MemoryProfile, stage: HeldStage) -> dict[str, Floats]:
     parts = state_bytes(c, f, stage)
-    kept, checkpoint = layer_activations(c, f)
-    full = c.recompute == FULL
-    activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
+    kept_bytes, checkpoint_bytes = layer_activations(c, f)
+    is_full = c.recompute == FULL
+    activations = stage.in_flight * stage.layers * np.where(is_full, checkpoint_bytes, kept_bytes) + np.where(
+        is_full, kept_bytes, 0.0
+    )
     alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
     activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
-    activations = np.where(offloads_activations(c), np.minimum(activations, 2.0 * kept), activations)
+    activations = np.where(offloads_activations(c), np.minimum(activations, 2.0 * kept_bytes), activations)
     # Full-width buffers of tensor parallelism's gathers.
-    wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
-    waiting = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)
-    logits = stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * PLAIN.waiting_logit_bytes)
-    return all_parts(parts | {"gathered": parts["gathered"] + wide}, activations, logits)
+    wide_buffers = (
+        np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
+    )
+    waiting_batches = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)
+    logits = stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting_batches * PLAIN.waiting_logit_bytes)
+    return all_parts(parts | {"gathered": parts["gathered"] + wide_buffers}, activations, logits)
 
 
 def _both_ends(c: Cases, f: MemoryProfile) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """The bytes of the first stage (activations in flight) and of the last (logits): one of them is the fullest."""
-    balanced = np.asarray(f.balanced_stages) > 0
-    share = (c.layers + np.where(balanced, head_layers(c), 0.0)) / c.pp
-    single = c.pp <= 1
-    most = np.where(single, c.layers, np.minimum(np.ceil(share - 1e-9), c.layers))
-    left = np.where(single, c.layers, np.clip(c.layers - most * (c.pp - 1.0), 0.0, most))
-    # Slots left over when every stage takes `most`: the last stage gives up its own for the head, then the first.
-    slots = most * c.pp - c.layers
-    lighter = (np.asarray(f.light_first) > 0) & (slots > np.ceil(np.where(balanced, head_layers(c), 0.0))) & (most > 1)
-    early = np.where(single | ~lighter, most, most - 1.0)
-    both = np.where(single, 2.0 - c.tied, 1.0)
-    first = HeldStage(layers=early, in_flight=in_flight(c), tables=both, head=np.where(single, 1.0, 0.0))
-    # GPipe's last stage holds every micro-batch too, before the first backward; the others' holds one.
-    held = np.where(single | (c.schedule == GPIPE), in_flight(c), 1.0)
-    last = HeldStage(layers=left, in_flight=held, tables=both, head=np.ones_like(left))
+    """Return the bytes of the first stage (activations in flight) and the last (logits); one of them is the fullest."""
+    is_balanced = np.asarray(f.balanced_stages) > 0
+    share = (c.layers + np.where(is_balanced, head_layers(c), 0.0)) / c.pp
+    is_single = c.pp <= 1
+    max_layers = np.where(is_single, c.layers, np.minimum(np.ceil(share - 1e-9), c.layers))
+    last_layers = np.where(is_single, c.layers, np.clip(c.layers - max_layers * (c.pp - 1.0), 0.0, max_layers))
+    # Free slots when every stage takes `max_layers`: the last stage gives up one for the head, then the first.
+    free_slots = max_layers * c.pp - c.layers
+    is_first_lighter = (
+        (np.asarray(f.light_first) > 0)
+        & (free_slots > np.ceil(np.where(is_balanced, head_layers(c), 0.0)))
+        & (max_layers > 1)
+    )
+    first_layers = np.where(is_single | ~is_first_lighter, max_layers, max_layers - 1.0)
+    num_tables = np.where(is_single, 2.0 - c.tied, 1.0)
+    first = HeldStage(
+        layers=first_layers, in_flight=in_flight(c), tables=num_tables, head=np.where(is_single, 1.0, 0.0)
+    )
+    # GPipe's last stage also holds every micro-batch, before the first backward; with the others it holds one.
+    last_in_flight = np.where(is_single | (c.schedule == GPIPE), in_flight(c), 1.0)
+    last = HeldStage(layers=last_layers, in_flight=last_in_flight, tables=num_tables, head=np.ones_like(last_layers))
     return _stage_bytes(c, f, first), _stage_bytes(c, f, last)
 
 
 def _stage_candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
-    """The parts of every stage that may be the fullest; the first is the first stage."""
-    counted = np.asarray(f.counted) > 0
-    if not counted.any():
+    """Return the parts of every stage that may be the fullest; the first entry is the first stage."""
+    is_counted = np.asarray(f.counted) > 0
+    if not is_counted.any():
         return list(_both_ends(c, f))
-    own = counted_stages(c, f)
-    if counted.all():
-        return own
+    counted_parts = counted_stages(c, f)
+    if is_counted.all():
+        return counted_parts
     first, last = _both_ends(c, f)
-    others = [first, last, last, last]
+    textbook = [first, last, last, last]
     return [
-        {name: np.where(counted, value, other[name]) for name, value in mine.items()}
-        for mine, other in zip(own, others, strict=True)
+        {name: np.where(is_counted, value, textbook_stage[name]) for name, value in counted_stage.items()}
+        for counted_stage, textbook_stage in zip(counted_parts, textbook, strict=True)
     ]
 
 
 def can_run(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
-    """False where a stage would be empty, or the logits outgrow a 32-bit index."""
+    """Return False where a stage would be empty, or the logits exceed a 32-bit index."""
     return (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
 
 
 def predict_most_memory(c: Cases, f: MemoryProfile, *, limit_bytes: float = np.inf) -> MostMemory:
-    """The bytes of the fullest stage of every case; where they are more than the limit, maybe too few, but more too."""
+    """Return the bytes of the fullest stage of every case.
+
+    A total above `limit_bytes` may be too low, but the exact total is above the limit too.
+    """
     if np.ndim(f.counted) == 0 and f.counted > 0:
         return MostMemory(total=most_counted(c, f, limit_bytes))
     total: Floats = np.zeros(())
@@ -165,13 +178,13 @@ def predict_most_memory(c: Cases, f: MemoryProfile, *, limit_bytes: float = np.i
 
 
 def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
-    """The fullest stage of every case, part by part."""
-    first, *others = _stage_candidates(c, f)
+    """Return the bytes of the fullest stage of every case, part by part."""
+    first, *later_stages = _stage_candidates(c, f)
     parts, total_first = first, sum_parts(first)
     total = total_first
-    for other in others:
-        wins = total >= sum_parts(other)
-        parts = {name: np.where(wins, value, other[name]) for name, value in parts.items()}
+    for stage in later_stages:
+        is_fuller = total >= sum_parts(stage)
+        parts = {name: np.where(is_fuller, value, stage[name]) for name, value in parts.items()}
         total = sum_parts(parts)
     return MemoryUse(
         **parts,

@@ -1,12 +1,13 @@
-"""How each parameter's first values and updates follow the model's size: standard, muP and CompleteP.
+"""The scaling of each parameter's initial values and updates with the model's size: standard, muP and CompleteP.
 
 muP is Yang et al. 2022, "Tensor Programs V" (arXiv:2203.03466, table 8); CompleteP is Dey et al. 2025
 (arXiv:2505.01618, table 1 with alpha = 1), which adds depth. Both papers put multipliers into the forward pass: logits
 times base_width / width, attention scores over head_dim instead of its root, branches of a block times base_depth /
 depth. A multiplier on a weight is the same as a smaller weight that learns as much more slowly, exactly so for updates
-that do not see the gradient's size (Adam's, Adafactor's, Muon's). So ours stand in first values, learning rates,
-weight decay and epsilon of the parameter they act on, and the model itself, its layouts and its exported weights know
-nothing of them. The multiplier of the logits is the gain of the last norm, which tied embeddings have as well.
+that do not depend on the gradient's size (Adam's, Adafactor's, Muon's). So Phalanx puts them into the initial values,
+learning rates, weight decay and epsilon of the parameter they act on; the model, its layouts and its exported weights
+are unchanged. The multiplier of the logits is the gain of the last norm, which models with tied embeddings have as
+well.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job, Scale
 
-INTO_THE_STREAM = (".attn.wo.", ".mlp.down.")  # what blocks add to the residual stream
+INTO_THE_STREAM = (".attn.wo.", ".mlp.down.")  # projections whose results blocks add to the residual stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterScale:
-    """What a parameter's first values and the optimizer's numbers are multiplied by; 1 is the standard."""
+    """Multipliers of a parameter's initial values and of its optimizer settings; 1 is the standard."""
 
     init: float = 1.0
     lr: float = 1.0
@@ -36,19 +37,20 @@ ParameterScales = Callable[[str, int], ParameterScale]
 
 
 def standard_scales(name: str, dims: int) -> ParameterScale:
-    """Every parameter as it is."""
+    """Return the standard scale for every parameter."""
     return STANDARD
 
 
 def parameter_scales(shape: ModelShape, scale: Scale, *, optimizer: str) -> ParameterScales:
-    """The scale of a parameter by its name and number of dimensions, in this model under this optimizer."""
+    """Return the function from a parameter's name and number of dimensions to its scale in this model."""
     if scale.parametrization == "standard":
         return standard_scales
     width = shape.hidden / scale.base_width
     depth = shape.layers / scale.base_depth if scale.parametrization == "completep" else 1.0
     query = math.sqrt(scale.base_head_dim / shape.head_dim)
     # Updates of Adam and Adafactor add up over the inputs of a neuron, which grow with the width. Those of Muon have
-    # full rank: entries as large grow with its root only (spectral condition, Yang et al. 2023, arXiv:2310.17813).
+    # full rank: entries of equal size grow only with its root (spectral condition, Yang et al. 2023,
+    # arXiv:2310.17813).
     hidden_lr = 1.0 / math.sqrt(width) if optimizer == "muon" else 1.0 / width
 
     def scale_of(name: str, dims: int) -> ParameterScale:
@@ -58,11 +60,11 @@ def parameter_scales(shape: ModelShape, scale: Scale, *, optimizer: str) -> Para
             return _made(init=1.0, lr=1.0, eps=1.0 / width)
         init, lr = (1.0 / math.sqrt(width), hidden_lr) if dims > 1 else (1.0, 1.0)
         eps = 1.0 / (width * depth)
-        # A norm of the queries undoes the size of what comes before it: then the factor stands in its gain.
+        # A norm of the queries undoes any scale before it, so the factor is put into the norm's gain.
         if (".attn.q_norm." if shape.qk_norm else ".attn.wq.") in name:
             return _made(init=init * query, lr=lr * query, eps=eps / query)
         if any(part in name for part in INTO_THE_STREAM):
-            # The standard divides these first values by √(2 · layers); the base's √(2 · base_depth) takes its place.
+            # The standard divides these initial values by √(2 · layers); the base's √(2 · base_depth) takes its place.
             return _made(init=init / math.sqrt(depth), lr=lr / depth, eps=eps * depth)
         return _made(init=init, lr=lr, eps=eps)
 
@@ -70,12 +72,12 @@ def parameter_scales(shape: ModelShape, scale: Scale, *, optimizer: str) -> Para
 
 
 def _made(*, init: float, lr: float, eps: float) -> ParameterScale:
-    """With lr · weight_decay, the share that a step takes off a weight, as at the base."""
+    """Return a scale that keeps lr · weight_decay, the share of a weight that a step removes, as at the base."""
     return ParameterScale(init=init, lr=lr, weight_decay=1.0 / lr, eps=eps)
 
 
 def describe_parametrization(job: Job) -> str:
-    """One line for the plan: what is multiplied by what; empty for the standard."""
+    """Describe the multipliers in one line for the plan; empty for the standard."""
     scale, shape = job.scale, job.model
     if scale.parametrization == "standard":
         return ""

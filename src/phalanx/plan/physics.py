@@ -1,7 +1,7 @@
 """The constants of the cost model: few, named, each with its meaning. `benchmarks/fit_physics.py` refits them.
 
 Values come from a robust fit over the published runs in `throughput_public.csv` (equal weight per source, weak priors
-at the textbook value given in the comment); `docs/validation.md` shows what happens when each source is left out.
+at the textbook value given in the comment); `docs/validation.md` shows the result when each source is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Physics:
 
     # matmul
     sustained: Number  # share of the best measured matmul rate that long training sustains (power, clocks)
-    throttled: Number  # the same on devices whose power limit bites sooner (Cases.dense_power)
+    throttled: Number  # the same on devices that reach their power limit sooner (Cases.dense_power)
     fp8: Number  # the same for fp8, relative to 16-bit: scaling factors and unquantised layers
     fp4: Number
     tail: Number  # idle share of the last wave of tiles, 0.5 on average when tiles do not fill the units
@@ -36,7 +36,7 @@ class Physics:
     expert_rows: Number  # tokens per expert at which a grouped matmul reaches half its rate
     # attention
     flash: Number  # fused attention relative to a matmul of the same FLOPs
-    flash_lag: Number  # its further share on devices whose power limit bites sooner
+    flash_lag: Number  # its further share on devices that reach their power limit sooner
     flash_dim: Number  # head width at which fused attention reaches half its rate
     flash_length: Number  # sequence length at which fused attention reaches half its rate
     flash_backward: Number  # backward of fused attention relative to 2.5 x forward
@@ -52,7 +52,7 @@ class Physics:
     expert_passes: Number  # permute, unpermute, weighting of routed tokens
     cast_bytes: Number  # quantising to fp8/fp4 per element of a matmul input
     loss_bytes: Number  # softmax cross-entropy in fp32, per logit, forward and backward
-    selective: Number  # share of memory-bound forward work that selective recompute repeats beside attention
+    selective: Number  # share of memory-bound forward work that selective recompute repeats besides attention
     # launch
     kernels: Number  # device operations per layer forward
     tensor_kernels: Number  # more of them under tensor parallelism, as a share
@@ -67,7 +67,7 @@ class Physics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What a framework (and its version) does differently: a handful of scalars, `default` for the unknown."""
+    """Differences between frameworks (and their versions); the defaults describe an unknown framework."""
 
     gemm: Number = 1.0  # matmul efficiency relative to Physics.sustained
     elementwise: Number = 1.0  # memory-bound work; below 1 is better fusion
@@ -76,15 +76,20 @@ class Profile:
     loss: Number = 1.0  # memory traffic of the loss; below 1 where it is fused
     cast: Number = 1.0  # quantising to fp8 and fp4
     plain_elementwise: Number = 1.0  # memory-bound work of layers that are not compiled, relative to those that are
-    plain_cast: Number = 1.0  # the same of quantising
+    plain_cast: Number = 1.0  # the same for quantising
     selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
     selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
-    early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs
-    narrow_share: Number = 1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; our own trainer, all
-    narrow_head: Number = 0.0  # 1: a head whose loss goes over the tokens in parts has the layers' format; ours, asked
+    early_stop: Number = (
+        0.0  # 1: full recompute stops before a layer's last matrix, whose result backward does not need
+    )
+    # Share of a layer's matmul FLOPs done in fp8 or fp4; all of them in our own trainer.
+    narrow_share: Number = 1.0
+    # 1: a head whose loss is computed in chunks has the layers' format, as our trainer does where a job asks for it.
+    narrow_head: Number = 0.0
     launch_s: Number = 10e-6  # host time to issue one device operation
     narrow_kernels: Number = 0.0  # more of them per layer in fp8 and fp4, as a share: rounding and transposing
-    launch_sharpness: Number = 4.0  # p of the p-norm that joins device time and the host's: how well it runs ahead
+    # p of the p-norm that joins device time and the host's: how well the host runs ahead.
+    launch_sharpness: Number = 4.0
     fabric_loss: Number = 0.05  # exponent by which NIC bandwidth falls with the domains a collective spans
     tensor_exposed: Number = 1.0  # share of tensor-parallel traffic not hidden behind compute
     expert_exposed: Number = 0.5
@@ -95,7 +100,7 @@ class Profile:
     shard_traffic: Number = 1.0  # ZeRO-3 traffic relative to two gathers and one scatter
     shard_sharpness: Number = 4.0  # how well ZeRO-3 gathers hide: p of the p-norm of compute and traffic
     micro_s: Number = 1e-3  # host work per micro-batch
-    pipeline_s: Number = 1e-3  # more of it per micro-batch in a pipeline
+    pipeline_s: Number = 1e-3  # additional host work per micro-batch in a pipeline
     tensor_pipeline_s: Number = 1e-5  # host time per layer and tensor rank where a pipeline blocks tensor collectives
     step_s: Number = 0.02  # logging, clipping, loss reduction, data: once per step
     step_log_devices_s: Number = 1e-3  # waiting for the slowest of more ranks, per doubling of devices
@@ -113,23 +118,23 @@ PROFILE_FIELDS = tuple(f.name for f in fields(Profile))
 
 @cache
 def shipped_table() -> dict[str, Any]:
-    """The constants file, parsed."""
+    """Return the constants file, parsed."""
     return tomllib.loads(shipped_text(__file__, "physics.toml"))
 
 
 @cache
 def shipped_physics() -> Physics:
-    """The shipped constants."""
+    """Return the shipped constants."""
     return Physics(**shipped_table()["physics"])
 
 
 @cache
 def shipped_profiles() -> dict[str, Profile]:
-    """Shipped framework profiles by name; always holds `default`."""
+    """Return the shipped framework profiles by name, including `default`."""
     return {name: Profile(**values) for name, values in shipped_table()["profile"].items()}
 
 
-# Which profile a framework's name means, first match wins; the second part is the first version (or year) it holds for.
+# The profile of a framework's name, first match wins; the second column is the first version (or year) it holds for.
 _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"nanotron", "", "nanotron"),
     (r"composer|llm-?foundry|mosaic", "", "composer-fsdp"),
@@ -146,7 +151,7 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
 
 
 def profile_name(framework: str, version: str = "") -> str:
-    """The profile for a framework and its version or date; `default` for the unknown.
+    """Return the profile for a framework and its version or date; `default` for an unknown one.
 
     >>> profile_name("megatron-lm", "2021-04"), profile_name("Megatron-Bridge", "26.06"), profile_name("abc")
     ('megatron-lm', 'megatron-bridge', 'default')
@@ -160,7 +165,7 @@ def profile_name(framework: str, version: str = "") -> str:
 
 
 def _is_recent(stamp: str, since: str) -> bool:
-    # Years and container versions (25.09) are both dates; either can stand in a table.
+    # Years and container versions (25.09) are both dates; a table may have either.
     def year(text: str) -> float:
         value = float(text)
         return value if value > 1000 else 2000.0 + value
@@ -169,6 +174,8 @@ def _is_recent(stamp: str, since: str) -> bool:
 
 
 def stack_profiles(chosen: list[Profile]) -> Profile:
-    """One profile whose fields are arrays: row by row, the profiles given."""
-    columns = {name: np.asarray([getattr(one, name) for one in chosen], dtype=np.float64) for name in PROFILE_FIELDS}
+    """Return one profile whose fields are arrays with one entry per given profile."""
+    columns = {
+        name: np.asarray([getattr(profile, name) for profile in chosen], dtype=np.float64) for name in PROFILE_FIELDS
+    }
     return Profile(**columns)

@@ -1,4 +1,4 @@
-"""Pipeline orders of one's own: what each rank does, one letter an action, checked and played on a clock.
+"""Custom pipeline orders: the actions of each rank, one letter each, checked and simulated on a clock.
 
 A rank's order is a text such as "FFBFBB": F forward, B backward, or backward in two halves, I (gradients of the input)
 and W (gradients of the weights). The n-th F is of micro-batch n, and so is the n-th B or I, and the W of the n-th I. An
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from phalanx.plan.schedules import PENDING_WEIGHT, rank_order
 
 MOST_RANKS = 1024
-MOST_MICRO_BATCHES = 1365  # three letters each are the 4,096 characters that a text of a job may have
+# With three letters each they fill the 4,096 characters that a text in a job may have.
+MOST_MICRO_BATCHES = 1365
 Orders = tuple[str, ...]
 
 
 def named_orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
-    """The orders of a schedule that the trainer knows by name, with one chunk per rank.
+    """Return the orders of a schedule that the trainer knows by name, with one chunk per rank.
 
     >>> named_orders("1f1b", 2, 3)
     ('FFBFBB', 'FBFBFB')
@@ -30,30 +31,30 @@ def named_orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
 
 
 def numbered_actions(order: str) -> list[tuple[str, int]]:
-    """Every action with its micro-batch.
+    """Return every action with its micro-batch.
 
     >>> numbered_actions("FFIBW")
     [('F', 0), ('F', 1), ('I', 0), ('B', 1), ('W', 0)]
     """
-    found: list[tuple[str, int]] = []
+    actions: list[tuple[str, int]] = []
     forward = backward = 0
     halved: deque[int] = deque()
     for kind in order:
         if kind == "F":
-            found.append((kind, forward))
+            actions.append((kind, forward))
             forward += 1
         elif kind in "BI":
-            found.append((kind, backward))
+            actions.append((kind, backward))
             if kind == "I":
                 halved.append(backward)
             backward += 1
         else:
-            found.append((kind, halved.popleft()))
-    return found
+            actions.append((kind, halved.popleft()))
+    return actions
 
 
 def order_mistake(orders: Sequence[str]) -> str:
-    """What is wrong with orders of all ranks; empty where a pipeline can run them.
+    """Describe what is wrong with the orders of all ranks; empty if a pipeline can run them.
 
     >>> order_mistake(["FFBB", "FBFB"])
     ''
@@ -66,11 +67,11 @@ def order_mistake(orders: Sequence[str]) -> str:
     for rank, order in enumerate(orders):
         if problem := _rank_mistake(order, count):
             return f"rank {rank}: {problem}"
-    stuck = _waiting_ranks(orders)
-    if stuck:
+    waiting = _waiting_ranks(orders)
+    if waiting:
         where = (
             f"rank {rank} at action {place + 1} ({kind} of micro-batch {number})"
-            for rank, place, kind, number in stuck[:3]
+            for rank, place, kind, number in waiting[:3]
         )
         return f"the ranks wait for each other: {', '.join(where)}"
     return ""
@@ -99,7 +100,7 @@ def _rank_mistake(order: str, count: int) -> str:
 
 
 def _waiting_ranks(orders: Sequence[str]) -> list[tuple[int, int, str, int]]:
-    """(rank, place, kind, micro-batch) of ranks that wait for ever; none where all of them reach their end."""
+    """Return (rank, place, kind, micro-batch) of the ranks that wait for ever; empty if all of them finish."""
     played = play_orders(orders, unit_times(len(orders)))
     return played if isinstance(played, list) else []
 
@@ -109,33 +110,34 @@ class StageTimes:
     """Seconds (or any unit) of each action on each rank, and of one message between neighbours."""
 
     forward: tuple[float, ...]
-    first_half: tuple[float, ...]  # I; a whole backward is both halves
+    first_half: tuple[float, ...]  # I; a whole backward takes both halves
     second_half: tuple[float, ...]  # W
     send: float = 0.0
 
 
 def unit_times(ranks: int) -> StageTimes:
-    """One unit for each of F, I and W."""
+    """Return one unit for each of F, I and W."""
     return StageTimes(forward=(1.0,) * ranks, first_half=(1.0,) * ranks, second_half=(1.0,) * ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlayedOrders:
-    """A step of some orders on a clock."""
+    """The simulated step of some orders."""
 
-    makespan: float  # from the first action to the end of the last
+    makespan: float  # from the start of the first action to the end of the last
     busiest: float  # seconds that the busiest rank computes
-    held: tuple[float, ...]  # by rank: most micro-batches whose activations it holds at once; pending ones weigh more
-    burst: int  # most messages that one rank sends to one neighbour while the busiest does one micro-batch
+    # by rank: the most micro-batches whose activations it holds at once; pending ones weigh more
+    held: tuple[float, ...]
+    burst: int  # the most messages that one rank sends to one neighbour while the busiest computes one micro-batch
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the busiest rank waits."""
+        """The share of the step in which the busiest rank waits."""
         return 1.0 - self.busiest / self.makespan
 
 
 def play_orders(orders: Sequence[str], times: StageTimes) -> PlayedOrders | list[tuple[int, int, str, int]]:
-    """Play orders, every action as early as it can; or the actions that wait for each other for ever."""
+    """Simulate orders, every action as early as possible; return the stuck actions instead if ranks wait for ever."""
     ranks = len(orders)
     actions = [numbered_actions(order) for order in orders]
     cost = [
@@ -145,10 +147,10 @@ def play_orders(orders: Sequence[str], times: StageTimes) -> PlayedOrders | list
     done_forward: list[dict[int, float]] = [{} for _ in orders]
     done_backward: list[dict[int, float]] = [{} for _ in orders]
     place, clock = [0] * ranks, [0.0] * ranks
-    sent: dict[tuple[int, int], list[float]] = {}
-    todo = list(range(ranks))
-    while todo:
-        rank = todo.pop()
+    send_times: dict[tuple[int, int], list[float]] = {}
+    runnable = list(range(ranks))
+    while runnable:
+        rank = runnable.pop()
         while place[rank] < len(actions[rank]):
             kind, number = actions[rank][place[rank]]
             ready: float | None = 0.0
@@ -167,37 +169,37 @@ def play_orders(orders: Sequence[str], times: StageTimes) -> PlayedOrders | list
                 done_backward[rank][number] = clock[rank]
             target = rank + 1 if kind == "F" else rank - 1
             if kind != "W" and 0 <= target < ranks:
-                sent.setdefault((rank, target), []).append(clock[rank])
-                todo.append(target)
-    stuck = [
+                send_times.setdefault((rank, target), []).append(clock[rank])
+                runnable.append(target)
+    waiting = [
         (rank, place[rank], *actions[rank][place[rank]]) for rank in range(ranks) if place[rank] < len(actions[rank])
     ]
-    if stuck:
-        return stuck
+    if waiting:
+        return waiting
     count = orders[0].count("F")
-    busiest = max(count * (one["F"] + one["B"]) for one in cost)
+    busiest = max(count * (action_cost["F"] + action_cost["B"]) for action_cost in cost)
     return PlayedOrders(
         makespan=max(clock),
         busiest=busiest,
         held=tuple(_most_held(order) for order in orders),
-        burst=max((_most_within(moments, busiest / count) for moments in sent.values()), default=0),
+        burst=max((_most_within(moments, busiest / count) for moments in send_times.values()), default=0),
     )
 
 
 def _most_held(order: str) -> float:
-    held = pending = most = 0.0
+    held = pending = max_held = 0.0
     for kind in order:
         held += (kind == "F") - (kind in "BI")
         pending += (kind == "I") - (kind == "W")
-        most = max(most, held + PENDING_WEIGHT * pending)
-    return most
+        max_held = max(max_held, held + PENDING_WEIGHT * pending)
+    return max_held
 
 
 def _most_within(moments: Sequence[float], window: float) -> int:
-    """Most messages in any time of this length; `moments` rise."""
-    first = most = 0
+    """Return the most messages in any period of length `window`; `moments` are in ascending order."""
+    first = max_messages = 0
     for last, moment in enumerate(moments):
         while moments[first] <= moment - window + 1e-9:
             first += 1
-        most = max(most, last - first + 1)
-    return most
+        max_messages = max(max_messages, last - first + 1)
+    return max_messages

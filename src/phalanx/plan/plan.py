@@ -1,4 +1,4 @@
-"""A Plan: job, cluster and layout, with everything they predict and why; the value every later stage reads."""
+"""A Plan: a job, a cluster and the chosen layout, with every prediction and the reasons for the choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = "phalanx.plan/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParetoPoint:
-    """A layout nothing beats in time, money and memory at once, perhaps on fewer devices."""
+    """A Pareto-optimal layout in time, cost and memory; it may use fewer devices than the cluster has."""
 
     layout: Layout
     devices: int
@@ -36,7 +36,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchStats:
-    """How much was looked at, and the fastest found: the plan's own layout, or one that needs more machinery."""
+    """The size of the search, and the fastest layout it found, which is the plan's own or a more complex one."""
 
     legal: int
     fitting: int
@@ -48,7 +48,7 @@ class SearchStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationNote:
-    """Which measurements a plan rests on: the file, and its factors on the parts of the step."""
+    """The calibration behind a plan: the file, and the factors that it puts on the parts of the step."""
 
     file: str
     scalars: Mapping[str, float]
@@ -56,7 +56,9 @@ class CalibrationNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to run, what it will take, and why. `to_json` and `from_json` are exact inverses.
+    """A layout for a job on a cluster, with its predicted time, memory, reliability and cost, and the reasons for it.
+
+    `to_json` and `from_json` are exact inverses.
 
     >>> import phalanx
     >>> plan = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
@@ -81,47 +83,53 @@ class Plan:
     search: SearchStats
     calibration: CalibrationNote | None
     warnings: tuple[str, ...]
-    sites: SiteForecast | None = None  # of a cluster of sites; layout, step and memory are then the first site's
+    sites: SiteForecast | None = None  # of a cluster of sites; layout, step and memory are then those of the first
     JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sites",)
 
     def __str__(self) -> str:
-        """The page that `phalanx plan` prints."""
+        """Return the page that `phalanx plan` prints."""
         return self.page()
 
     def page(self, *, top: int = 6) -> str:
-        """The page that `phalanx plan` prints; `top` limits runners-up and Pareto points."""
+        """Return the page that `phalanx plan` prints;
+
+        `top` limits the numbers of alternatives and Pareto points shown.
+        """
         from phalanx.plan.text import plan_text
 
         return plan_text(self, top=top)
 
     def __repr__(self) -> str:
-        """One line: what, where, how, how fast."""
+        """Return one line: the job, the cluster, the layout and the step time."""
         return (
             f"<Plan {self.job.name} on {self.cluster.name}: {self.layout.short}, {self.prediction.step_s:.4g} s/step>"
         )
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook."""
+        """Return the HTML that a notebook shows for the plan."""
         from phalanx.plan.html import plan_html
 
         return plan_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole plan as JSON values."""
+        """Return the whole plan as a dict of JSON values."""
         return dict(json_values(self))
 
     def to_json(self) -> str:
-        """The whole plan as text."""
+        """Return the whole plan as JSON text."""
         return json_text(self, indent=1) + "\n"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "plan") -> Plan:
-        """The plan that JSON values describe; raises UserError when they are not of this schema."""
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA:
+        """Build a plan from JSON values.
+
+        Raises UserError if they are not a plan of this schema version; `where` names the source in the message.
+        """
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
             raise mistake(
                 where,
-                f"schema {str(found)[:40]!r} is not {SCHEMA!r}",
+                f"schema {str(schema)[:40]!r} is not {SCHEMA!r}",
                 why="another version of Phalanx wrote it, or it is no plan",
                 fix="write it again with phalanx plan JOB --out",
             )
@@ -129,7 +137,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:
-        """The plan in a JSON text; raises UserError when it is none."""
+        """Build a plan from JSON text; raises UserError if the text is not JSON or not a plan."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:

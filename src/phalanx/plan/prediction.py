@@ -1,4 +1,4 @@
-"""What one layout predicts: step, throughput, utilisation, memory, and time to the token budget."""
+"""The prediction for one layout: step, throughput, utilisation, memory, and time to the token budget."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MFU_CONVENTION = (
     "6 × active parameters without the input embedding, plus causal attention (half the scores), "
     "no recompute, over the dense 16-bit peak"
 )
-NOT_PARTS = ("total", "first_stage", "usable", "runs")  # fields of MemoryUse that are no part of the sum
+NOT_PARTS = ("total", "first_stage", "usable", "runs")  # fields of MemoryUse that are not parts of the sum
 MEMORY_PARTS = tuple(item.name for item in fields(MemoryUse) if item.name not in NOT_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One step: seconds with their 80 % interval, rates, and where the time goes (`breakdown_s` adds up to it)."""
+    """One step: seconds with their 80 % interval, rates, and a breakdown (`breakdown_s`) that adds up to the step."""
 
     step_s: float
     step_s_low: float
@@ -57,7 +57,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """The fullest device: `parts_bytes` add up to `total_bytes`."""
+    """The memory of the fullest device; `parts_bytes` add up to `total_bytes`."""
 
     parts_bytes: Mapping[str, float]
     total_bytes: float
@@ -69,15 +69,16 @@ class MemoryReport:
 
     @property
     def headroom(self) -> float:
-        """Free share of the usable memory."""
+        """The free share of the usable memory."""
         return 1.0 - self.total_bytes / self.usable_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duration:
-    """Time to the token budget: steps alone, and with failures.
+    """Time to the token budget: `training_s` of steps alone, and `wall_s` with failures.
 
-    The 80 % interval has the doubt about the step and that about how often a site fails and how soon it recovers.
+    The 80 % interval combines the uncertainty of the step with that of how often a site fails and how soon it
+    recovers.
     """
 
     tokens: int
@@ -89,7 +90,7 @@ class Duration:
 
 
 def predict_layout(request: PlanRequest, layout: Layout) -> tuple[Prediction, MemoryReport]:
-    """The prediction for one layout."""
+    """Return the predicted step and memory of one layout."""
     table, times, memory = price_layouts(request, [layout])
     low, high = step_interval(
         table, times, cpu_step.PROFILE if request.cluster.cpu is not None else request.profile_name
@@ -116,7 +117,7 @@ def predict_layout(request: PlanRequest, layout: Layout) -> tuple[Prediction, Me
 
 
 def memory_report(request: PlanRequest, memory: MemoryUse) -> MemoryReport:
-    """Row 0 of a memory prediction."""
+    """Return row 0 of a memory prediction as a report."""
     return MemoryReport(
         parts_bytes={name: float(np.ravel(getattr(memory, name))[0]) for name in MEMORY_PARTS},
         total_bytes=float(memory.total[0]),
@@ -126,36 +127,37 @@ def memory_report(request: PlanRequest, memory: MemoryUse) -> MemoryReport:
 
 
 def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> float:
-    """Forward and backward FLOPs of one token under MFU_CONVENTION."""
+    """Return the forward and backward FLOPs of one token under MFU_CONVENTION."""
     embedding = 0 if m.tied else counts.embedding
-    widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
-    attention = 0.5 * 3 * 2 * m.layers * sequence * m.heads * widths
+    head_widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
+    attention = 0.5 * 3 * 2 * m.layers * sequence * m.heads * head_widths
     return 6.0 * (counts.active - embedding) + attention
 
 
 def executed_flops(request: PlanRequest, layout: Layout) -> dict[str, float]:
-    """FLOPs all devices do in one step of our trainer, matrix products only: linear, attention, recompute.
+    """Return the FLOPs that all devices execute in one step of our trainer, by kind of matrix product.
 
-    More than `flops_per_token` counts: a fused backward of attention forms the scores again (five products for two),
-    and full recompute runs each layer again up to its last matrix, whose result backward does not need
-    (torch.utils.checkpoint stops there). Selective recompute keeps every product.
+    The kinds are linear, attention and recompute. They exceed `flops_per_token`: a fused attention backward forms the
+    scores again (five products for two), and full recompute runs each layer again up to its last matrix, whose result
+    backward does not need (torch.utils.checkpoint stops there). Selective recompute keeps every product.
     """
     m, counts = request.model, count_parameters(request.model)
     tokens = request.global_sequences * request.sequence
-    widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
-    scores = m.layers * request.sequence * m.heads * widths  # forward, of one token: half of 2 · S · N · (H + H)
+    head_widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
+    # Forward, of one token: half of 2 · S · N · (H + H).
+    scores = m.layers * request.sequence * m.heads * head_widths
     embedding, head = (0 if m.tied else counts.embedding), m.vocab * m.hidden
     norms = counts.final_norm + m.layers * counts.norms_per_layer
     linear = counts.active - embedding - norms
-    again = 0.0
+    recompute_flops = 0.0
     if layout.recompute == "full":
         dense = m.dense_layers if m.is_moe else m.layers
-        again = 2.0 * (linear - head - dense * m.hidden * m.ffn) + scores
-    return {"linear": 6.0 * linear * tokens, "attention": 3.5 * scores * tokens, "recompute": again * tokens}
+        recompute_flops = 2.0 * (linear - head - dense * m.hidden * m.ffn) + scores
+    return {"linear": 6.0 * linear * tokens, "attention": 3.5 * scores * tokens, "recompute": recompute_flops * tokens}
 
 
 def token_budget(tokens: int | str, parameters: int) -> int:
-    """Tokens to train on; "auto" is 20 per parameter."""
+    """Return the number of tokens to train on; "auto" is 20 per parameter."""
     return TOKENS_PER_PARAMETER * parameters if isinstance(tokens, str) else tokens
 
 
@@ -170,24 +172,28 @@ def run_duration(
     step_interval_s: tuple[float, float] | None = None,
     effective_interval: tuple[float, float] | None = None,
 ) -> tuple[Duration, tuple[Problem, ...]]:
-    """Time to `tokens`, walking the batch ramp, and what the ramp does to the layout."""
-    training_s, steps, seen = 0.0, 0, 0
+    """Return the time to `tokens`, following the batch ramp, and warnings about stages that leave ranks idle."""
+    training_s, steps, seen_tokens = 0.0, 0, 0
     warnings: list[Problem] = []
     for index, stage in enumerate(batch.ramp):
-        until = min(stage.until_tokens, tokens)
+        stage_end = min(stage.until_tokens, tokens)
         sequences = stage.global_tokens // request.sequence
         _, times, _ = price_layouts(request, [layout], global_sequences=sequences)
-        count = -(-max(0, until - seen) // stage.global_tokens)
-        training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
+        count = -(-max(0, stage_end - seen_tokens) // stage.global_tokens)
+        training_s, steps, seen_tokens = (
+            training_s + count * float(times.step_s[0]),
+            steps + count,
+            max(seen_tokens, stage_end),
+        )
         if sequences % (layout.data * layout.micro_batch):
             warnings.append(_uneven_batch(request, layout, index, sequences))
-    count = -(-max(0, tokens - seen) // batch.global_tokens)
+    count = -(-max(0, tokens - seen_tokens) // batch.global_tokens)
     training_s, steps = training_s + count * step_s, steps + count
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
-    # A model that misses one step misses them all alike: the errors do not average out over the run.
+    # A model that is off on one step is off on all of them: the errors do not average out over the run.
     low_s, high_s = step_interval_s or (step_s, step_s)
     worst, best = effective_interval or (effective_time, effective_time)
-    lasting = Duration(
+    duration = Duration(
         tokens=tokens,
         steps=steps,
         training_s=training_s,
@@ -195,11 +201,11 @@ def run_duration(
         wall_s_low=wall_s / _joint_factor(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
         wall_s_high=wall_s * _joint_factor(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
     )
-    return lasting, tuple(warnings)
+    return duration, tuple(warnings)
 
 
 def _joint_factor(*factors: float) -> float:
-    """The factor that independent factors from 1 on make at the edge of an 80 % interval: their logs add in squares."""
+    """Return the joint 80 % bound of independent factors ≥ 1, whose logarithms add in squares."""
     return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
@@ -213,29 +219,29 @@ def _uneven_batch(request: PlanRequest, layout: Layout, index: int, sequences: i
     )
 
 
-# The 80 % interval of a step time: wider where the prediction leans on what is hard to know.
+# The 80 % interval of a step time: wider where the prediction depends on quantities that are hard to know.
 #
 # The width is a sum of named terms over shares of the step (pipeline bubble, exposed traffic, host-bound time,
 # experts), fitted as 10 % and 90 % quantiles of log(measured / predicted) over the published runs, so it is not
-# symmetric: runs are more often slower than predicted than faster. Each framework scales both sides by how much its
-# own runs scatter.
-
+# symmetric: runs are more often slower than predicted than faster. Each framework scales both sides by the scatter of
+# its own runs.
 
 FEATURES = ("base", "host", "pipeline", "traffic", "experts", "small", "spread")
 SMALL_STEP_S = 1.0
 
 
 def interval_features(c: Cases, times: StepTimes) -> Floats:
-    """One row per case, columns as FEATURES; all are shares between 0 and about 1."""
+    """Return one row per case with columns as FEATURES; all are shares between 0 and about 1."""
     step = times.step_s
     host = (times.launch_s + times.overhead_s) / step
     pipeline = times.bubble_s / step
     traffic = (times.tensor_s + times.gradient_s + times.shard_s + times.context_s) / step
     experts = (c.moe_layers > 0).astype(np.float64)
     small = SMALL_STEP_S / (SMALL_STEP_S + step)
-    spread = np.log2(np.maximum(1.0, c.devices / c.domain)) / 10.0  # domains that must run in step
+    # Domains that have to synchronise.
+    spread = np.log2(np.maximum(1.0, c.devices / c.domain)) / 10.0
     columns = (1.0, host, pipeline, traffic, experts, small, spread)
-    return np.stack([np.broadcast_to(np.asarray(one, dtype=np.float64), step.shape) for one in columns], axis=-1)
+    return np.stack([np.broadcast_to(np.asarray(column, dtype=np.float64), step.shape) for column in columns], axis=-1)
 
 
 @cache
@@ -244,20 +250,20 @@ def _uncertainty_table() -> dict[str, Any]:
 
 
 def feature_widths() -> tuple[Floats, Floats]:
-    """(below, above): log widths per feature."""
+    """Return (below, above): the log widths per feature."""
     below, above = ([float(_uncertainty_table()[side][name]) for name in FEATURES] for side in ("below", "above"))
     return np.asarray(below), np.asarray(above)
 
 
 def framework_scatter(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
-    """(below, above): how much wider the runs of each framework scatter than the common widths say."""
-    known = _uncertainty_table()["scale"]
-    pairs = [known.get(name, known["default"]) for name in frameworks]
+    """Return (below, above): factors by which runs of each framework scatter more than the common widths."""
+    scales = _uncertainty_table()["scale"]
+    pairs = [scales.get(name, scales["default"]) for name in frameworks]
     return np.asarray([p["below"] for p in pairs]), np.asarray([p["above"] for p in pairs])
 
 
 def step_interval(c: Cases, times: StepTimes, frameworks: str | Sequence[str] = "default") -> tuple[Floats, Floats]:
-    """(low, high) seconds that hold four runs of five; `frameworks` are profile names, one or one per case."""
+    """Return (low, high) seconds that contain four runs of five; `frameworks` has one profile name, or one per case."""
     table = interval_features(c, times)
     below, above = feature_widths()
     names = [frameworks] if isinstance(frameworks, str) else frameworks

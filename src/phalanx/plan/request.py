@@ -1,4 +1,4 @@
-"""What the planner is asked: the few values of a job and a cluster that a layout depends on."""
+"""The planner's input: the values of a job and a cluster that a layout depends on."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ if TYPE_CHECKING:
     from phalanx.plan.calibrate import Calibration
 
 
-# What each framework can run, so that the search proposes nothing its user would have to write first.
+# What each framework can run, so that the search proposes only layouts that its users need not implement first.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framework:
-    """Limits of a framework; what the job fixes by hand is taken at its word and not held against them."""
+    """Limits of a training framework. Settings that the job fixes by hand are not checked against them."""
 
     schedules: tuple[str, ...]
     zero: tuple[int, ...]
     zero_with_pipeline: tuple[int, ...]
     context: bool = True  # can split one sequence over devices
     copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
-    bare_ends: bool = True  # can give the embedding and the head a pipeline chunk of their own
+    bare_ends: bool = True  # can give the embedding and the head their own pipeline chunk
     selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
     offload: tuple[str, ...] = ("none", "optimizer")  # what it can keep in host memory
 
 
 EVERYTHING = Framework(
-    schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),  # torch.distributed.pipelining.schedules
+    # torch.distributed.pipelining.schedules.
+    schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1, 2, 3),
     offload=OFFLOAD,
@@ -58,8 +59,9 @@ DEEPSPEED = Framework(
     context=False,
     offload=("none", "optimizer", "parameters"),  # offload_optimizer, offload_param
 )
-# Our own trainer, as phalanx.train.rank_settings refuses: key/value heads are split, never copied; under a pipeline
-# torch's schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
+# The limits of Phalanx's own trainer, as phalanx.train.rank_settings enforces them: key/value heads are split, never
+# copied; under a pipeline torch's schedules keep the gathered weights for the whole step, so ZeRO-3 would promise
+# memory it does not free.
 PHALANX = Framework(
     schedules=EVERYTHING.schedules,
     zero=(0, 1, 2, 3),
@@ -84,7 +86,7 @@ FRAMEWORKS = {
 
 
 def find_framework(name: str) -> Framework:
-    """The limits of a profile's framework; the unknown one can do everything."""
+    """Return the limits of a profile's framework; an unknown framework is assumed to support everything."""
     return FRAMEWORKS.get(name, EVERYTHING)
 
 
@@ -92,11 +94,12 @@ Fixed = Mapping[str, int | str | bool]
 
 # Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
 UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
-# What people write -> the profile that was fitted on such runs.
+# Framework names as users write them -> the profile that was fitted on such runs.
 PROFILE_ALIASES = {
     "default": "default",
     "megatron": "megatron-core",
-    "megatron-lm": "megatron-core",  # it runs on Megatron-Core since 2023; "megatron-lm-2021" is what it was
+    # It runs on Megatron-Core since 2023; "megatron-lm-2021" is what it was.
+    "megatron-lm": "megatron-core",
     "bridge": "megatron-bridge",
     "nemo": "megatron-core",
     "nemo-megatron": "megatron-core",
@@ -104,21 +107,26 @@ PROFILE_ALIASES = {
     "deepspeed-zero3": "deepspeed",
 }
 CURRENT = "9999"  # the version of a name without one: the newest profile of its family
-# What a message lists: the profiles, and the name with the year of the one that is no longer current.
+# The names that messages list: the profiles, and the dated name of the one that was replaced.
 FRAMEWORK_NAMES = (*sorted({*shipped_profiles()} - {"default"}), "megatron-lm-2021")
-# `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
-# "pytorch" and "phalanx" profiles were measured on, the probe showed this (benchmarks/data, 2026-11-15).
+# `launch_s` of a profile covers all that the host does per operation; `phalanx probe` times one bare kernel. This is
+# the probe's value on the H200 that the "pytorch" and "phalanx" profiles were measured on (benchmarks/data,
+# 2026-11-15).
 PROBED_LAUNCH_S = 6.86e-6
-ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
+# Bytes per parameter of fp32 master weights and two fp32 moments, which the memory profiles were fitted with.
+ADAMW_BYTES = 12.0
 
 
-# What a CPU rank keeps besides tensors: gloo has no communicator buffers to speak of, and libraries are shared pages.
+# Memory of a CPU rank besides tensors: gloo has hardly any communicator buffers, and libraries are shared pages.
 CPU_BASE_BYTES = 3e7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """A planning question. `fixed` holds what the job fixes by hand, under the names of `[parallel]` plus `micro`."""
+    """A planning question.
+
+    `fixed` holds the settings that the job fixes by hand: the keys of `[parallel]`, and `micro`.
+    """
 
     model: ModelShape
     cluster: Cluster
@@ -132,34 +140,34 @@ class PlanRequest:
     profile_name: str = "default"
     fused_attention: bool = True
     limits: Framework = EVERYTHING
-    packed_bytes: float = 0.0  # per parameter, what moments in memory lack of those in a checkpoint (8-bit: fp32 there)
+    packed_bytes: float = 0.0  # bytes per parameter that 8-bit moments add when a checkpoint stores them as fp32
     recompute_layers: int | None = None  # of each stage, layers that recompute; None is all of them
     calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
 
     @property
     def offload_kinds(self) -> tuple[str, ...]:
-        """What a search may keep in host memory: what the framework can, and nothing where devices compute in it."""
+        """The kinds of offload a search may use: the framework's, but none on CPUs, which compute in host memory."""
         on_host = self.cluster.accelerator.family == "cpu"
         return ("none",) if on_host else self.limits.offload
 
     def place(self, key: str) -> str:
-        """Where a setting was written, for the head of a message."""
+        """Return the file and line where a setting was written, or "job", for the head of a message."""
         return self.origins.get(key, "job")
 
     def pace(self, scalar: str) -> float:
-        """The calibration's factor on one group of parts of the step; 1 without a calibration."""
+        """Return the calibration's factor on one group of parts of the step; 1 without a calibration."""
         return float(getattr(self.calibration, scalar)) if self.calibration else 1.0
 
 
 def request_from_job(
     job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None
 ) -> tuple[PlanRequest, tuple[Problem, ...]]:
-    """The question a job asks of a cluster, and what the person should be told about how it was read."""
-    known = dict(origins or {})
-    _check_precision(job, cluster, known)
-    _check_zero(job, known)
-    profile_name, warnings = framework_profile(job.parallel.framework, known.get("parallel.framework", "job"))
+    """Return the planning question that a job and a cluster pose, and warnings about how the job was read."""
+    known_origins = dict(origins or {})
+    _check_precision(job, cluster, known_origins)
+    _check_zero(job, known_origins)
+    profile_name, warnings = framework_profile(job.parallel.framework, known_origins.get("parallel.framework", "job"))
     profile = update_profile(shipped_profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
     if job.precision.grad_reduce == "bf16":
         profile = replace(profile, gradient_bytes=2.0)
@@ -167,7 +175,7 @@ def request_from_job(
         profile = replace(profile, narrow_head=1.0)
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
-    kept = memory_profiles()
+    memory_by_profile = memory_profiles()
     request = PlanRequest(
         model=job.model,
         cluster=cluster,
@@ -181,29 +189,32 @@ def request_from_job(
         profile_name=profile_name,
         memory=memory_profile(
             job,
-            kept.get(_memory_profile(job.parallel.framework, profile_name), kept["default"]),
+            memory_by_profile.get(_memory_profile(job.parallel.framework, profile_name), memory_by_profile["default"]),
             on_cpu=cluster.accelerator.family == "cpu",
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
         limits=find_framework(_memory_profile(job.parallel.framework, profile_name)),
-        origins=known,
+        origins=known_origins,
     )
     return request, warnings
 
 
 def _memory_profile(framework_name: str, profile_name: str) -> str:
-    """The memory profile: our trainer has one of its own beside the speed of plain PyTorch."""
+    """Return the memory profile's name:
+
+    Phalanx's trainer shares the speed profile of plain PyTorch but not its memory profile.
+    """
     return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
 
 
 def trains_with_phalanx(job: Job) -> bool:
-    """Whether the plan is for our own trainer."""
+    """Return True if the plan is for Phalanx's own trainer."""
     return job.parallel.framework.strip().lower() == "phalanx"
 
 
 def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
-    """The efficiency profile for a framework; an unknown one takes the default and says so."""
+    """Return the name of a framework's efficiency profile, and for an unknown one the default with a warning."""
     key = name.strip().lower()
     dated = re.fullmatch(r"(.+?)-(20\d\d)", key)
     if dated:
@@ -213,19 +224,19 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     if key != "default" or name.strip().lower() in PROFILE_ALIASES:
         return key, ()
     key = name.strip().lower()
-    close = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
+    suggestion = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
     names = f"the names are {', '.join(FRAMEWORK_NAMES)}"
     return "default", (
         Problem(
             where=where,
             what=f'no efficiency profile for framework "{name}": planned with the default one',
-            fix=f'did you mean "{close}"? {names}' if close else names,
+            fix=f'did you mean "{suggestion}"? {names}' if suggestion else names,
         ),
     )
 
 
 def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = False) -> MemoryProfile:
-    """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
+    """Return the framework's memory profile adjusted to the job's optimizer, precision and trainer settings."""
     if trains_with_phalanx(job):
         compiled = not on_cpu if isinstance(job.train.compile, str) else job.train.compile
         lean = not on_cpu if isinstance(job.train.lean, str) else job.train.lean
@@ -240,62 +251,65 @@ def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = 
             heads_copies=1.0 if kind == "ulysses" else 0.0,
             sequence_copies=3.0 if kind == "allgather" else 0.0,
         )
-    wide = job.precision.compute == "fp32"
-    state = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
-    master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy
-    saved = ADAMW_BYTES - (MOMENTS[job.optim.name] * state + master)
-    changed = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved)
+    is_fp32 = job.precision.compute == "fp32"
+    state_bytes = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
+    # fp32 weights are their own master copy
+    master_bytes = 4.0 if job.precision.master_weights and not is_fp32 else 0.0
+    saved_bytes = ADAMW_BYTES - (MOMENTS[job.optim.name] * state_bytes + master_bytes)
+    adjusted = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved_bytes)
     if job.optim.name == "muon":
-        changed = replace(changed, table_optimizer_bytes=(MOMENTS["adamw"] - MOMENTS["muon"]) * state)
+        adjusted = replace(adjusted, table_optimizer_bytes=(MOMENTS["adamw"] - MOMENTS["muon"]) * state_bytes)
     if on_cpu:
-        changed = replace(changed, base_bytes=CPU_BASE_BYTES)
+        adjusted = replace(adjusted, base_bytes=CPU_BASE_BYTES)
     if job.precision.grad_reduce == "bf16":
-        changed = replace(changed, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
-    return changed
+        adjusted = replace(adjusted, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
+    return adjusted
 
 
-# The trainer splits only its own layers over tensor, context and expert ranks (train.models.own), and only its author
-# knows whether a network can be cut into pipeline stages.
+# The trainer splits only its built-in layers over tensor, context and expert ranks (train.models.own), and only the
+# author of a custom network knows whether it can be cut into pipeline stages.
 UNSPLIT_OWN = ("tensor", "context", "expert", "pipeline")
 
 
 def fixed_by_hand(job: Job) -> Fixed:
-    """Every key of `[parallel]`, and the micro-batch, that is not left to the planner."""
+    """Return every key of `[parallel]`, and the micro-batch, that the job does not leave to the planner."""
     names = (
         "data", "shard", "zero", "tensor", "sequence_parallel", "context", "pipeline",
         "virtual_pipeline", "schedule", "expert", "recompute", "offload", "compression",
     )  # fmt: skip
     values: dict[str, int | str | bool] = {name: getattr(job.parallel, name) for name in names}
     values["micro"] = job.batch.micro
-    if job.numerics.reproducible:  # only sums over data ranks have an order that no number of ranks changes
-        alone = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "zero": 0, "shard": 1}
-        values |= {name: size for name, size in alone.items() if values[name] == "auto"}
+    # The order of a sum over tensor, context or pipeline ranks depends on their number; only sums over data ranks have
+    # an order that does not.
+    if job.numerics.reproducible:
+        single_sizes = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "zero": 0, "shard": 1}
+        values |= {name: size for name, size in single_sizes.items() if values[name] == "auto"}
     if job.model.module:
         values |= {name: 1 for name in UNSPLIT_OWN if values[name] == "auto"}
     return {name: value for name, value in values.items() if value != "auto"}
 
 
 def _check_precision(job: Job, cluster: Cluster, origins: Mapping[str, str]) -> None:
-    wanted = job.precision.compute
-    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, wanted) > 0:
+    precision = job.precision.compute
+    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, precision) > 0:
         return
     able = [name for name in ("bf16", "fp16", "fp8", "fp32") if matmul_flops(cluster.accelerator, name) > 0]
     raise mistake(
         origins.get("precision.compute", "job"),
-        f'precision.compute = "{wanted}", but {cluster.accelerator.name} has no {wanted} matrix units',
+        f'precision.compute = "{precision}", but {cluster.accelerator.name} has no {precision} matrix units',
         why="the catalogue knows no rate for it",
         fix=f"use one of {', '.join(able)}, or another accelerator",
     )
 
 
 def _check_zero(job: Job, origins: Mapping[str, str]) -> None:
-    """Two choices need a ZeRO stage of their own: refuse a job that fixes another."""
-    needs = {
+    """Raise UserError if a choice that needs a particular ZeRO stage comes with another stage fixed by hand."""
+    required_stages = {
         "offload": ("parameters", (3,), "only ZeRO-3 gives the parameters back after each layer"),
         "compression": ("powersgd", (0,), "it factors whole gradient matrices, and ZeRO cuts them at any row"),
     }
     zero, problems = job.parallel.zero, []
-    for name, (value, stages, why) in needs.items():
+    for name, (value, stages, why) in required_stages.items():
         if getattr(job.parallel, name) == value and zero != "auto" and zero not in stages:
             problems.append(
                 Problem(

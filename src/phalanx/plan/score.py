@@ -1,4 +1,4 @@
-"""Predicted time and memory of every layout of a space, and of layouts given one by one."""
+"""Predicted time and memory of every layout of a space, and of single layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from phalanx.plan.request import PlanRequest
 from phalanx.plan.space import Bools, Grid, Ints, Space
 from phalanx.plan.step import StepSum, StepTimes, predict_least_step, predict_step, predict_step_sum
 
-# Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
+# Layouts that need more than this many times the usable memory are counted but not stored: no device is that much
+# larger.
 MEMORY_CUTOFF = 2.0
 
 Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
@@ -26,7 +27,10 @@ Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutScores:
-    """One row per layout of `space` that fits, or comes near and would be faster; `legal` counts all of them."""
+    """Scores of the layouts of `space`, one row each.
+
+    `legal` counts all legal layouts. Rows are those that fit, and those that nearly fit and would be faster.
+    """
 
     space: Space
     base: Ints
@@ -38,27 +42,27 @@ class LayoutScores:
 
     @property
     def fits(self) -> Bools:
-        """Which layouts fit into memory."""
+        """A mask of the layouts that fit into memory."""
         return self.memory_bytes <= self.usable_bytes
 
     def column(self, name: str, rows: Ints | slice = slice(None)) -> Ints:
-        """A layout column over all rows, or some."""
+        """Return a layout column over all rows, or over some."""
         if name in self.space.base:
             return self.space.base[name][self.base[rows]]
         return self.space.choice[name][self.choice[rows]]
 
     def layout(self, row: int) -> Layout:
-        """The layout of a row."""
+        """Return the layout of a row."""
         return self.space.layout(int(self.base[row]), int(self.choice[row]))
 
 
 def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> LayoutScores:
-    """Price every legal layout: memory first, then the time of those that come near fitting."""
-    parts: list[tuple[Ints, Ints, Floats, Floats]] = []
-    legal, usable, bound = 0, 0.0, np.inf
+    """Score every legal layout: memory first, then the time of those that nearly fit."""
+    row_groups: list[tuple[Ints, Ints, Floats, Floats]] = []
+    legal, usable_bytes, bound_bytes = 0, 0.0, np.inf
     for grid in space.grids():
         table = build_cases(space.request, grid.columns)
-        usable = float(np.max(table.memory_bytes * space.request.memory.usable))
+        usable_bytes = float(np.max(table.memory_bytes * space.request.memory.usable))
         runs = np.broadcast_to(_may_run(space.request, table) & grid.legal, grid.shape)
         if not runs.any():
             continue
@@ -66,60 +70,60 @@ def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> Layo
             grid, runs = grid.around(runs)
             table = build_cases(space.request, grid.columns)
         legal += int(np.count_nonzero(runs))
-        memory = most_memory(space.request, table, limit_bytes=memory_cutoff * usable)
+        memory = most_memory(space.request, table, limit_bytes=memory_cutoff * usable_bytes)
         total = np.broadcast_to(memory.total, grid.shape)
-        near = runs & (total <= memory_cutoff * usable)
-        if near.any():
-            bound = memory_cutoff * usable
-        elif bound > memory_cutoff * usable:
-            # The smallest of all is kept in any case: an answer to "what is the least it needs?".
+        is_near = runs & (total <= memory_cutoff * usable_bytes)
+        if is_near.any():
+            bound_bytes = memory_cutoff * usable_bytes
+        elif bound_bytes > memory_cutoff * usable_bytes:
+            # The smallest layout is always kept, so that a message can state the least memory the job needs.
             total = np.broadcast_to(most_memory(space.request, table).total, grid.shape)
-            bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
-            near = runs & (total <= bound)
-        if near.any():
-            parts.append(_price_rows(space, grid, near, total))
+            bound_bytes = min(bound_bytes, float(np.min(total, where=runs, initial=np.inf)))
+            is_near = runs & (total <= bound_bytes)
+        if is_near.any():
+            row_groups.append(_price_rows(space, grid, is_near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
-    kept = np.flatnonzero(memory_bytes <= bound)
+    base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *row_groups, strict=True))
+    kept_rows = np.flatnonzero(memory_bytes <= bound_bytes)
     if np.ptp(space.choice["offload"][space.product]) == 0:
-        # Of layouts that do not fit a search names those that would be faster than all that do.
-        fits = memory_bytes <= usable
-        kept = kept[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept]]
-    order = kept[np.argsort(base[kept] * space.choice["zero"].size + choice[kept])]
+        # Of the layouts that do not fit, a search names only those that would be faster than all that do.
+        is_fitting = memory_bytes <= usable_bytes
+        kept_rows = kept_rows[(is_fitting | (step_s < np.min(step_s, where=is_fitting, initial=np.inf)))[kept_rows]]
+    order = kept_rows[np.argsort(base[kept_rows] * space.choice["zero"].size + choice[kept_rows])]
     return LayoutScores(
         space=space,
         base=base[order],
         choice=choice[order],
         step_s=step_s[order],
         memory_bytes=memory_bytes[order],
-        usable_bytes=usable,
+        usable_bytes=usable_bytes,
         legal=legal,
     )
 
 
 def _may_run(request: PlanRequest, table: Cases) -> Bools:
-    """What can run, in host memory as well; an offload fixed by hand is taken at its word."""
+    """Return a mask of the layouts that can run, in host memory as well; an offload fixed by hand is not checked."""
     runs = can_run(table, request.memory)
     return runs & hosts_hold(request, table) if np.any(table.offload) and "offload" not in request.fixed else runs
 
 
 def least_seconds(space: Space) -> Floats:
-    """A step that no layout of a base row is faster than, however it shares, recomputes and offloads; inf if none runs.
+    """Return a lower bound on the step time of each base row, over all its ways to share, recompute and offload.
 
-    Sharing adds traffic and offload adds transfers to a step without either; what both may shorten, the update and the
-    traffic of gradients, is left out.
+    It is inf where no layout of the row can run. Sharing adds traffic and offload adds transfers to a step without
+    either; the two parts they may shorten, the update and the traffic of gradients, are left out.
     """
     zero = space.choice["zero"][space.product[:, 0, 0]]
-    least = int(np.argmin(zero))
-    bare = replace(space, product=space.product[least : least + 1, :1])
+    row = int(np.argmin(zero))
+    bare_space = replace(space, product=space.product[row : row + 1, :1])
     seconds = np.full(space.base["tp"].size, np.inf)
-    for grid in bare.grids():
+    for grid in bare_space.grids():
         table = build_cases(space.request, grid.columns | {"offload": np.zeros(())})
         step_s = _least_step_s(space.request, table)
         runs = np.broadcast_to(grid.legal & can_run(table, space.request.memory), grid.shape)
-        of_base = np.where(runs, step_s, np.inf).min(axis=(0, 1, 2))
-        used = np.isfinite(of_base)
-        seconds[grid.base[used]] = of_base[used]
+        base_step_s = np.where(runs, step_s, np.inf).min(axis=(0, 1, 2))
+        is_used = np.isfinite(base_step_s)
+        seconds[grid.base[is_used]] = base_step_s[is_used]
     return seconds
 
 
@@ -133,11 +137,16 @@ def _least_step_s(request: PlanRequest, table: Cases) -> Floats:
 
 
 def join_scores(scores: LayoutScores, others: list[LayoutScores], *, limit_s: float) -> LayoutScores:
-    """The rows of scores over parts of one space; of the others only those that fit and stay below a finite limit."""
+    """Join the scores of parts of one space.
+
+    With a finite limit, only those rows of `others` are taken that fit and are faster than `limit_s`.
+    """
     columns = [(scores.base, scores.choice, scores.step_s, scores.memory_bytes)]
-    for other in others:
-        rows = np.flatnonzero((other.step_s < limit_s) & (other.fits | ~np.isfinite(limit_s)))
-        columns.append((other.base[rows], other.choice[rows], other.step_s[rows], other.memory_bytes[rows]))
+    for part_scores in others:
+        rows = np.flatnonzero((part_scores.step_s < limit_s) & (part_scores.fits | ~np.isfinite(limit_s)))
+        columns.append(
+            (part_scores.base[rows], part_scores.choice[rows], part_scores.step_s[rows], part_scores.memory_bytes[rows])
+        )
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(*columns, strict=True))
     order = np.argsort(base * scores.space.choice["zero"].size + choice)
     return replace(
@@ -146,13 +155,13 @@ def join_scores(scores: LayoutScores, others: list[LayoutScores], *, limit_s: fl
         choice=choice[order],
         step_s=step_s[order],
         memory_bytes=memory_bytes[order],
-        usable_bytes=max(one.usable_bytes for one in (scores, *others)),
-        legal=scores.legal + sum(other.legal for other in others),
+        usable_bytes=max(part_scores.usable_bytes for part_scores in (scores, *others)),
+        legal=scores.legal + sum(part_scores.legal for part_scores in others),
     )
 
 
 def _price_rows(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
-    """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
+    """Return base row, choice row, seconds and bytes of the layouts of a grid that `near` selects."""
     small, inside = grid.around(near)
     step_s = step_seconds(space.request, build_cases(space.request, small.columns))
     return *small.rows(inside), np.broadcast_to(step_s, small.shape)[inside], total[near]
@@ -165,61 +174,66 @@ def price_layouts(
     global_sequences: int = 0,
     machine: Mapping[str, Floats] | None = None,
 ) -> tuple[Cases, StepTimes, MemoryUse]:
-    """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
+    """Return the full prediction for a few layouts; `machine` columns replace those of the cluster."""
     table = build_cases(request, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
     return table, step_times(request, table), memory_use(request, table)
 
 
 def most_memory(request: PlanRequest, table: Cases, *, limit_bytes: float = np.inf) -> MostMemory:
-    """The bytes of every case without their parts, as exact as `predict_most_memory` is beyond a limit."""
+    """Return the total bytes of every case; totals beyond `limit_bytes` may be rough (see `predict_most_memory`)."""
     if request.recompute_layers is not None:
-        limit_bytes = np.inf  # the mean of two counts, of which one may be beyond it
+        # The mean of two predictions, of which one may be beyond the limit.
+        limit_bytes = np.inf
     return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes))
 
 
 def memory_use(request: PlanRequest, table: Cases) -> MemoryUse:
-    """The bytes of every case; where only some layers recompute, between those of all and of none."""
+    """Return the bytes of every case by part; where only some layers recompute, between those of all and of none."""
     return _by_layer(request, table, lambda cases: predict_memory(cases, request.memory))
 
 
 def _by_layer(request: PlanRequest, table: Cases, predict: Callable[[Cases], Part]) -> Part:
-    """Every layer adds its own activations and its own time: mix the two predictions by the share that recomputes."""
+    """Predict with the share of layers that recompute, by mixing the predictions for all layers and for none.
+
+    This is exact in so far as every layer adds its own activations and its own time.
+    """
     mixed = predict(table)
     if request.recompute_layers is None:
         return mixed
     bare = predict(replace(table, recompute=np.zeros_like(table.recompute)))
-    held = np.ceil(table.layers / table.pp)
-    share = np.clip(request.recompute_layers * np.maximum(table.vpp, 1.0) / held, 0.0, 1.0)
-    parts = {
+    layers_per_stage = np.ceil(table.layers / table.pp)
+    share = np.clip(request.recompute_layers * np.maximum(table.vpp, 1.0) / layers_per_stage, 0.0, 1.0)
+    mixed_values = {
         item.name: getattr(mixed, item.name)
         if np.asarray(getattr(mixed, item.name)).dtype == bool
         else share * getattr(mixed, item.name) + (1.0 - share) * getattr(bare, item.name)
         for item in fields(mixed)
     }
-    return replace(mixed, **parts)
+    return replace(mixed, **mixed_values)
 
 
 def _predict_step(request: PlanRequest, table: Cases) -> StepTimes:
-    """By the constants of measured cores where this machine's are meant, else by the physics of accelerators."""
+    """Predict the step, on CPU cores with their measured rates, else with the accelerator model."""
     if request.cluster.cpu is not None:
         return predict_cpu_step(table, request.cluster.cpu)
     return predict_step(table, request.physics, request.profile)
 
 
 def step_seconds(request: PlanRequest, table: Cases) -> Floats:
-    """`step_times` without its parts, unless they are needed to make the sum."""
+    """Return `step_times(…).step_s`, computing the parts only where the sum needs them."""
     if request.calibration is not None or request.cluster.cpu is not None:
         return step_times(request, table).step_s
     return _by_layer(request, table, lambda cases: predict_step_sum(cases, request.physics, request.profile)).step_s
 
 
 def step_times(request: PlanRequest, table: Cases) -> StepTimes:
-    """The step of every case, as calibrated where the question brings measured scalars."""
+    """Return the step time of every case by part, calibrated where the request has measured factors."""
     times = _by_layer(request, table, lambda cases: _predict_step(request, cases))
     if request.calibration is None:
         return times
-    from phalanx.plan.calibrate import apply_calibration  # imports scipy: only when asked for
+    # Imports scipy, so only where a calibration is used.
+    from phalanx.plan.calibrate import apply_calibration
 
     # Parts that are the same in every case are scalars; the calibration adds them up row by row.
     parts = {item.name: np.broadcast_to(getattr(times, item.name), times.step_s.shape) for item in fields(StepTimes)}

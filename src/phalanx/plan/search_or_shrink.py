@@ -1,4 +1,4 @@
-"""The layout of a run on the devices there are: the best one, or the one that a shrink of the earlier layout takes."""
+"""The layout of a run on the available devices: the best one, or an earlier one with fewer data ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from phalanx.units import plural
 
 
 def search_or_shrink(request: PlanRequest, earlier: Layout | None, *, reproducible: bool) -> SearchResult:
-    """Search; where no layout divides the batch, take the one that a membership of as many ranks has.
+    """Search the layouts; where none divides the batch, fall back to the earlier layout with fewer data ranks.
 
-    A run that loses ranks continues with fewer data ranks and pads its batch (`shrink_layout`): a run that is resumed
-    with the layout `earlier` may do the same. Raises the error of the search where that does not fit either.
+    A run that loses ranks continues with fewer data ranks and pads its batch (`shrink_layout`), and a run that is
+    resumed with the layout `earlier` may do the same. Raises the search's UserError if that layout does not fit
+    either.
     """
     try:
         return search_layouts(request)
@@ -45,8 +46,9 @@ def search_or_shrink(request: PlanRequest, earlier: Layout | None, *, reproducib
 
 def _shrink(request: PlanRequest, earlier: Layout, *, reproducible: bool) -> Candidate | None:
     devices = request.cluster.devices
-    most = replace(earlier, data=max(1, devices * earlier.data // earlier.devices))  # a resumed run may also grow
-    layout = shrink_layout(most, ranks=devices, sequences=request.global_sequences, reproducible=reproducible)
+    # A resumed run may also grow.
+    largest = replace(earlier, data=max(1, devices * earlier.data // earlier.devices))
+    layout = shrink_layout(largest, ranks=devices, sequences=request.global_sequences, reproducible=reproducible)
     if layout is None:
         return None
     prediction, memory = predict_layout(request, layout)

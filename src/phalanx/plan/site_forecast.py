@@ -1,4 +1,4 @@
-"""What a plan says of a cluster of sites, as values: sites, modes, and utilisation by codec and H."""
+"""The forecast of a plan for a cluster of sites, as values: sites, modes, and utilisation by codec and H."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SiteRow:
     cluster: str
     devices: int
     layout: str
-    step_s: float  # of its share of the batch, without any exchange
+    step_s: float  # for its share of the batch, without any exchange
     tokens_per_s: float
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -29,7 +29,7 @@ class SiteRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModeRow:
-    """One mode, H and codec: its steady state, and the whole run with its synchronous steps at the start."""
+    """One mode, H and codec: its steady state, and the whole run including its synchronous steps at the start."""
 
     sync: SyncSettings
     prediction: ModePrediction
@@ -44,7 +44,7 @@ class ModeRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecRow:
-    """Utilisation with one codec, for each H of the forecast, and the smallest H that reaches the target."""
+    """The utilisation with one codec for each H of the forecast, and the smallest H that reaches the target."""
 
     codec: str
     utilisation: tuple[float, ...]
@@ -53,7 +53,7 @@ class CodecRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteForecast:
-    """All sites of a plan. `rows[chosen]` is the job's own [sync]."""
+    """The forecast of all sites of a plan. `rows[chosen]` is the job's own [sync]."""
 
     sites: tuple[SiteRow, ...]
     values: int  # numbers that are exchanged: the model's parameters

@@ -1,4 +1,4 @@
-"""A plan on a cluster of sites: each site's own layout, and what the slow links between them leave of it."""
+"""A plan on a cluster of sites: each site's own layout, and the effect of the slow links between them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from phalanx.plan.slow_exchange import peer_link
 from phalanx.plan.slow_modes import TARGET_UTILISATION, SitePace, predict_mode, smallest_inner_steps
 from phalanx.units import HOUR_S, format_seconds, plural
 
-GRID_INNER_STEPS = (1, 10, 20, 50, 100, 200, 500)  # of the grid; DiLoCo's own is 500, INTELLECT-1's 100
-POOR_UTILISATION = 0.5  # below it, more than half of the bill buys waiting
+GRID_INNER_STEPS = (1, 10, 20, 50, 100, 200, 500)  # of the grid; DiLoCo used 500, INTELLECT-1 100
+POOR_UTILISATION = 0.5  # below it, more than half of the cost pays for waiting
 
 PlanOn = Callable[[Job, Cluster], Plan]
 
 
 def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
-    """The plan of the first site with its share of the batch, and the forecast of all sites beside it.
+    """Return the plan of the first site with its share of the batch, and the forecast of all sites.
 
     `plan_on` plans a job on one cluster. Time and cost are those of the whole run on all sites.
     """
     sites = cluster.sites
-    planned: dict[int, Plan] = {}  # sites of the same devices need one search
+    planned: dict[int, Plan] = {}  # sites with equal devices need only one search
     plans: list[Plan] = []
     for site in sites:
-        known = next((index for index, plan in planned.items() if sites[index].cluster == site.cluster), None)
+        index_of_equal = next((index for index, plan in planned.items() if sites[index].cluster == site.cluster), None)
         plan = (
             plan_on(job_of_peer(job, len(sites), site.cluster.devices), site.cluster)
-            if known is None
-            else planned[known]
+            if index_of_equal is None
+            else planned[index_of_equal]
         )
         planned.setdefault(len(plans), plan)
         plans.append(plan)
@@ -53,34 +53,35 @@ def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
         duration=duration,
         bill=_sum_bills(job, plans, duration),
         sites=forecast,
-        pareto=(),  # of one site, with a share of the batch: no choice between whole runs
+        # The front of one site with a share of the batch offers no choice between whole runs.
+        pareto=(),
         warnings=(*first.warnings, *(problem.render() for problem in _advice(job, cluster, forecast))),
     )
 
 
 def plan_peer(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
-    """The plan of one of `sync.peers` alike peers, which has this cluster to itself: its share of every batch.
+    """Return the plan of one of `sync.peers` equal peers, which has this cluster to itself: its share of every batch.
 
-    Time and cost are this peer's over the whole run, without exchanges: of the links nothing is known here.
+    Time and cost are those of this peer over the whole run, without exchanges, because the links are unknown here.
     """
     peers, share = job.sync.peers, planned_share(job, cluster)
     plan = plan_on(share, cluster)
     if share is job:
         return plan
-    alone = plan.duration
+    duration_alone = plan.duration
     duration = replace(
-        alone,
-        steps=round(alone.steps / peers),
-        training_s=alone.training_s / peers,
-        wall_s=alone.wall_s / peers,
-        wall_s_low=alone.wall_s_low / peers,
-        wall_s_high=alone.wall_s_high / peers,
+        duration_alone,
+        steps=round(duration_alone.steps / peers),
+        training_s=duration_alone.training_s / peers,
+        wall_s=duration_alone.wall_s / peers,
+        wall_s_low=duration_alone.wall_s_low / peers,
+        wall_s_high=duration_alone.wall_s_high / peers,
     )
     return replace(plan, job=job, duration=duration, bill=_sum_bills(job, [plan], duration), pareto=())
 
 
 def site_pace(site: Site, plan: Plan, tokens_per_step: float) -> SitePace:
-    """A site at the pace that its own plan predicts, for its part of the global batch."""
+    """Return a site at the pace that its own plan predicts, for its part of the global batch."""
     price = plan.bill.usd_per_device_hour
     return SitePace(
         name=site.name,
@@ -93,23 +94,23 @@ def site_pace(site: Site, plan: Plan, tokens_per_step: float) -> SitePace:
 
 
 def forecast_sites(job: Job, sites: Sequence[Site], plans: Sequence[Plan]) -> SiteForecast:
-    """Every mode and codec at the job's H, and every codec at several H."""
-    part = job.batch.global_tokens / len(sites)
-    paces = [site_pace(site, plan, part) for site, plan in zip(sites, plans, strict=True)]
+    """Forecast every mode and codec at the job's H, and every codec at several H."""
+    site_tokens = job.batch.global_tokens / len(sites)
+    paces = [site_pace(site, plan, site_tokens) for site, plan in zip(sites, plans, strict=True)]
     values = plans[0].prediction.parameters
     tokens = plans[0].duration.tokens
     chosen = job.sync
     rows = tuple(_mode_row(paces, values, sync, tokens=tokens, chosen=chosen) for sync in _shown_modes(chosen))
-    spread = replace(chosen, mode=chosen.mode if chosen.mode in ("diloco", "quorum") else "diloco")
+    rounds_sync = replace(chosen, mode=chosen.mode if chosen.mode in ("diloco", "quorum") else "diloco")
     inner_steps = tuple(sorted({*GRID_INNER_STEPS, chosen.inner_steps}))
     grid = tuple(
         CodecRow(
             codec=codec,
             utilisation=tuple(
-                predict_mode(paces, values, _with_inner_steps(spread, codec, steps)).utilisation
+                predict_mode(paces, values, _with_inner_steps(rounds_sync, codec, steps)).utilisation
                 for steps in inner_steps
             ),
-            smallest_inner_steps=smallest_inner_steps(paces, values, replace(spread, codec=codec)),
+            smallest_inner_steps=smallest_inner_steps(paces, values, replace(rounds_sync, codec=codec)),
         )
         for codec in CODECS
     )
@@ -141,20 +142,20 @@ def forecast_sites(job: Job, sites: Sequence[Site], plans: Sequence[Plan]) -> Si
 
 
 def _shown_modes(chosen: SyncSettings) -> list[SyncSettings]:
-    """What is compared: the plain modes, DiLoCo with each codec, and the job's own."""
+    """Return the settings that are compared: the plain modes, DiLoCo with each codec, and the job's own."""
     plain = replace(chosen, codec="fp32")
-    found = [
+    settings = [
         replace(plain, mode="every-step"),
         *(replace(chosen, mode="target-batch", codec=codec) for codec in ("fp32", "bf16", "int8")),
         *(replace(chosen, mode="diloco", codec=codec) for codec in CODECS),
     ]
     if chosen.mode == "quorum":
-        found += [replace(chosen, codec=codec) for codec in CODECS]
-    return list(dict.fromkeys([*found, chosen]))
+        settings += [replace(chosen, codec=codec) for codec in CODECS]
+    return list(dict.fromkeys([*settings, chosen]))
 
 
 def _with_inner_steps(sync: SyncSettings, codec: str, steps: int) -> SyncSettings:
-    """Another H and codec; fragments and delay as far as H allows them."""
+    """Return the settings with another H and codec; fragments and delay as far as H allows."""
     fragments = min(sync.fragments, steps)
     delay = min(sync.delay_steps, steps // fragments - 1)
     return replace(sync, codec=codec, inner_steps=steps, fragments=fragments, delay_steps=delay)
@@ -163,23 +164,25 @@ def _with_inner_steps(sync: SyncSettings, codec: str, steps: int) -> SyncSetting
 def _mode_row(
     paces: Sequence[SitePace], values: int, sync: SyncSettings, *, tokens: int, chosen: SyncSettings
 ) -> ModeRow:
-    """One mode over the whole run, its synchronous steps at the start included."""
-    found = predict_mode(paces, values, sync)
+    """Return the row of one mode over the whole run, including its synchronous steps at the start."""
+    prediction = predict_mode(paces, values, sync)
     steps = math.ceil(tokens / sum(pace.tokens_per_step for pace in paces))
-    warm = sync.warm_up_steps(steps)
-    warm_s = warm * predict_mode(paces, values, replace(sync, mode="every-step", codec=warm_up_codec(sync))).step_s
-    # By tokens, not steps: of what a quorum drops nothing was learnt.
-    left = max(0.0, tokens - warm * sum(pace.tokens_per_step for pace in paces))
-    wall_s = warm_s + left / found.tokens_per_s
+    warm_steps = sync.warm_up_steps(steps)
+    warm_s = (
+        warm_steps * predict_mode(paces, values, replace(sync, mode="every-step", codec=warm_up_codec(sync))).step_s
+    )
+    # By tokens, not steps: the model did not learn from what a quorum drops.
+    remaining_tokens = max(0.0, tokens - warm_steps * sum(pace.tokens_per_step for pace in paces))
+    wall_s = warm_s + remaining_tokens / prediction.tokens_per_s
     prices = [pace.usd_per_hour for pace in paces]
     usd = sum(price for price in prices if price is not None) * wall_s / HOUR_S if None not in prices else None
-    penalty = expected_penalty(sync, warm=warm > 0, steps=steps - warm)
+    penalty = expected_penalty(sync, warm=warm_steps > 0, steps=steps - warm_steps)
     ideal_s = tokens / sum(pace.tokens_per_s for pace in paces)
     return ModeRow(
         sync=sync,
-        prediction=found,
+        prediction=prediction,
         steps=steps,
-        warm_up_steps=warm,
+        warm_up_steps=warm_steps,
         warm_up_s=warm_s,
         training_s=wall_s,
         run_utilisation=ideal_s / wall_s,
@@ -189,26 +192,29 @@ def _mode_row(
 
 
 def warm_up_codec(sync: SyncSettings) -> str:
-    """Gradients of the synchronous steps travel as the updates later do, except that top-k would spoil Adam."""
+    """Return the codec of the synchronous steps: that of the later updates, except that top-k would spoil Adam."""
     return "int8" if sync.codec in ("int4", "topk-2bit") else sync.codec
 
 
 def _run_duration(first: Plan, forecast: SiteForecast) -> Duration:
-    """The whole run in the job's mode; doubt and failures as the first site has them."""
-    row, alone = forecast.rows[forecast.chosen], first.duration
-    factor = row.training_s / alone.training_s if alone.training_s else 1.0
+    """Return the duration of the whole run in the job's mode, with the first site's uncertainty and failures."""
+    row, site_duration = forecast.rows[forecast.chosen], first.duration
+    factor = row.training_s / site_duration.training_s if site_duration.training_s else 1.0
     return replace(
-        alone,
+        site_duration,
         steps=row.steps,
         training_s=row.training_s,
-        wall_s=alone.wall_s * factor,
-        wall_s_low=alone.wall_s_low * factor,
-        wall_s_high=alone.wall_s_high * factor,
+        wall_s=site_duration.wall_s * factor,
+        wall_s_low=site_duration.wall_s_low * factor,
+        wall_s_high=site_duration.wall_s_high * factor,
     )
 
 
 def _sum_bills(job: Job, plans: Sequence[Plan], duration: Duration) -> Bill:
-    """All sites over the whole run; unknown where one of them is. Prices per hour are the first site's."""
+    """Return the bill of all sites over the whole run; unknown where one site's is.
+
+    Hourly prices are the first site's.
+    """
     bills = [
         run_bill(
             plan.cluster,
@@ -233,14 +239,14 @@ def _sum_bills(job: Job, plans: Sequence[Plan], duration: Duration) -> Bill:
 
 
 def _advice(job: Job, cluster: Cluster, forecast: SiteForecast) -> list[Problem]:
-    """What the tables mean for this job."""
-    row, found = forecast.rows[forecast.chosen], []
+    """Return warnings that follow from the tables for this job."""
+    row, problems = forecast.rows[forecast.chosen], []
     if job.sync.peers not in (0, len(cluster.sites)):
         what = f"sync.peers = {job.sync.peers}, and {cluster.name} has {plural(len(cluster.sites), 'site')}"
-        found.append(Problem(where=cluster.name, what=what, fix="the plan counts the sites; leave sync.peers out"))
+        problems.append(Problem(where=cluster.name, what=what, fix="the plan counts the sites; leave sync.peers out"))
     if row.warm_up_s > POOR_UTILISATION * row.training_s:
         share = row.warm_up_s / row.training_s
-        found.append(
+        problems.append(
             Problem(
                 where=cluster.name,
                 what=f"the {row.warm_up_steps:,} synchronous steps at the start take {share:.0%} of the time",
@@ -250,15 +256,17 @@ def _advice(job: Job, cluster: Cluster, forecast: SiteForecast) -> list[Problem]
             )
         )
     if row.prediction.utilisation < POOR_UTILISATION:
-        best = next((one for one in forecast.grid if one.codec == "int8"), forecast.grid[0])
-        steps = best.smallest_inner_steps
+        int8_row = next(
+            (row_of_codec for row_of_codec in forecast.grid if row_of_codec.codec == "int8"), forecast.grid[0]
+        )
+        steps = int8_row.smallest_inner_steps
         fix = (
             f'sync.mode = "diloco" with codec = "int8" and inner_steps = {steps:,} reaches '
             f"{forecast.target_utilisation:.0%}"
             if steps
             else "no H reaches 90 %: the sites differ too much in speed, or their links are too slow"
         )
-        found.append(
+        problems.append(
             Problem(
                 where=cluster.name,
                 what=f"sites compute {row.prediction.utilisation:.0%} of the time with sync.mode = "
@@ -266,4 +274,4 @@ def _advice(job: Job, cluster: Cluster, forecast: SiteForecast) -> list[Problem]
                 fix=fix,
             )
         )
-    return found
+    return problems

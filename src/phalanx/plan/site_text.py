@@ -14,11 +14,11 @@ from phalanx.plan.slow_modes import hiding_delay
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 Table = list[tuple[str, ...]]
-WIDTH = 96  # of a note, as on the rest of the page
+WIDTH = 96  # of a note, as in the rest of the page
 
 
 def site_table(forecast: SiteForecast) -> Table:
-    """Sites in the job's own mode, with a head."""
+    """Return the sites in the job's own mode as a table with a header."""
     rows: Table = [("site", "devices", "layout", "step", "up / down", "trip", "loss", "share", "busy")]
     for site, use in zip(forecast.sites, forecast.row.prediction.sites, strict=True):
         rows.append(
@@ -32,16 +32,16 @@ def site_table(forecast: SiteForecast) -> Table:
 
 
 def mode_table(forecast: SiteForecast) -> tuple[Table, list[str]]:
-    """Modes and codecs with a head, the job's own marked; and the sources that the last column numbers."""
+    """Return modes and codecs as a table with a header, the job's own marked, and the sources it cites."""
     head = ("  mode", "codec", "H", "exchange", "busy", "run", "tok/s", "sent", "time", "cost", "loss %")
     rows: Table = [head]
     sources: list[str] = []
     for index, row in enumerate(forecast.rows):
-        found, mark = row.prediction, ">" if index == forecast.chosen else " "
+        p, mark = row.prediction, ">" if index == forecast.chosen else " "
         rows.append(
-            (f"{mark} {found.mode}", found.codec, f"{found.inner_steps:,}", format_seconds(found.exchange_s),
-             f"{found.utilisation:.1%}", f"{row.run_utilisation:.0%}", format_count(found.tokens_per_s),
-             format_bytes(found.bytes_per_step), format_seconds(row.training_s),
+            (f"{mark} {p.mode}", p.codec, f"{p.inner_steps:,}", format_seconds(p.exchange_s),
+             f"{p.utilisation:.1%}", f"{row.run_utilisation:.0%}", format_count(p.tokens_per_s),
+             format_bytes(p.bytes_per_step), format_seconds(row.training_s),
              format_money(row.usd) if row.usd is not None else "-", _penalty_text(row, sources))
         )  # fmt: skip
     return rows, [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
@@ -49,34 +49,34 @@ def mode_table(forecast: SiteForecast) -> tuple[Table, list[str]]:
 
 def _penalty_text(row: ModeRow, sources: list[str]) -> str:
     penalty = row.penalty
-    told = "; ".join(part for part in (penalty.source, penalty.note) if part)
-    if told not in sources:
-        sources.append(told)
-    number = sources.index(told) + 1
+    source_text = "; ".join(part for part in (penalty.source, penalty.note) if part)
+    if source_text not in sources:
+        sources.append(source_text)
+    number = sources.index(source_text) + 1
     if penalty.percent is None:
         return f"? [{number}]"
-    return f"{round(penalty.percent, 1) + 0.0:+.1f} [{number}]"  # + 0.0: no "-0.0"
+    return f"{round(penalty.percent, 1) + 0.0:+.1f} [{number}]"  # + 0.0 turns -0.0 into 0.0
 
 
 def grid_table(forecast: SiteForecast) -> Table:
-    """Utilisation of each codec at each H, and the smallest H that reaches the target."""
+    """Return the utilisation of each codec at each H, and the smallest H that reaches the target, as a table."""
     head = ("codec", *(f"H = {steps:,}" for steps in forecast.inner_steps))
     rows: Table = [(*head, f"smallest H for {forecast.target_utilisation:.0%}")]
-    for one in forecast.grid:
-        least = f"{one.smallest_inner_steps:,}" if one.smallest_inner_steps else "none"
-        rows.append((one.codec, *(f"{share:.1%}" for share in one.utilisation), least))
+    for codec_row in forecast.grid:
+        min_steps = f"{codec_row.smallest_inner_steps:,}" if codec_row.smallest_inner_steps else "none"
+        rows.append((codec_row.codec, *(f"{share:.1%}" for share in codec_row.utilisation), min_steps))
     return rows
 
 
 def site_sections(forecast: SiteForecast) -> list[tuple[str, list[str]]]:
-    """Headed blocks of lines for the page of a plan."""
+    """Return blocks of lines with titles for the page of a plan."""
     modes, sources = mode_table(forecast)
     notes = [
-        part
+        line
         for note in (*mode_notes(forecast), *sources)
-        for part in textwrap.wrap(note, WIDTH, break_on_hyphens=False)
+        for line in textwrap.wrap(note, WIDTH, break_on_hyphens=False)
     ]
-    delay = [part for note in delay_notes(forecast) for part in textwrap.wrap(note, WIDTH, break_on_hyphens=False)]
+    delay = [line for note in delay_notes(forecast) for line in textwrap.wrap(note, WIDTH, break_on_hyphens=False)]
     return [
         ("SITES", text_table(site_table(forecast), right=(3, 4, 5, 6, 7, 8))),
         ("MODES AND CODECS ON THE SLOW LINKS", [*text_table(modes, right=range(2, 10)), *notes]),
@@ -85,19 +85,19 @@ def site_sections(forecast: SiteForecast) -> list[tuple[str, list[str]]]:
 
 
 def delay_notes(forecast: SiteForecast) -> list[str]:
-    """How the job's own mode need not wait for its exchanges, where a delay does that."""
-    found = forecast.row.prediction
-    delay = hiding_delay(found, forecast.row.sync)
+    """Return advice on a delay that spares the job's own mode the wait for its exchanges, if there is one."""
+    prediction = forecast.row.prediction
+    delay = hiding_delay(prediction, forecast.row.sync)
     if delay is None:
         return []
     return [
         f"> with sync.delay_steps = {delay:,} sites compute while an update travels "
-        f"({format_seconds(found.exchange_s)}), and wait for none; what that costs in loss was not measured by us"
+        f"({format_seconds(prediction.exchange_s)}), and wait for none; what that costs in loss was not measured by us"
     ]
 
 
 def mode_notes(forecast: SiteForecast) -> list[str]:
-    """What the columns mean, and what the warm-up of the job's own mode takes."""
+    """Return explanations of the columns, and the time of the warm-up in the job's own mode."""
     row = forecast.row
     notes = [
         f"> is the job's own [sync]; {format_count(forecast.values)} values are exchanged",
@@ -114,7 +114,7 @@ def mode_notes(forecast: SiteForecast) -> list[str]:
 
 
 def site_html(forecast: SiteForecast) -> list[str]:
-    """The same tables for notebooks and pages."""
+    """Return the same tables as HTML for notebooks and pages."""
     modes, sources = mode_table(forecast)
     blocks: Sequence[tuple[str, Table]] = (
         ("Sites", site_table(forecast)),
@@ -126,6 +126,6 @@ def site_html(forecast: SiteForecast) -> list[str]:
 
 
 def _device_name(cluster: str) -> str:
-    """`8xH100-80GB-SXM:1` as `H100-80GB-SXM`; other names as they are."""
+    """Return `8xH100-80GB-SXM:1` as `H100-80GB-SXM`, and other names unchanged."""
     spec = re.fullmatch(r"\d+x(.+):\d+", cluster)
     return spec.group(1) if spec else cluster

@@ -1,4 +1,4 @@
-"""Every legal layout of a model on a number of devices: tables of what is combined, and grids for the cost model."""
+"""Every legal layout of a model on a number of devices, as tables of combinations and as grids for the cost model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.request import PlanRequest
 from phalanx.units import all_divisors
 
-# Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
+# Larger micro-batches are legal but not tried unless fixed by hand: throughput stops growing well below.
 MOST_MICRO_BATCH = 256
 NO_ROW = -1
 
@@ -36,10 +36,10 @@ class Space:
     zero2: str = "whole"  # as in `part`
 
     def part(self, offload: str, base: Bools | None = None, *, zero2: str = "any") -> Space:
-        """The layouts of one kind of offload, over some rows of `base`; both tables keep their rows.
+        """Return the layouts of one kind of offload, over some rows of `base`; both tables keep their rows.
 
-        `zero2` limits ZeRO-2 to steps of one micro-batch ("whole"), or the layouts to ZeRO-2 in other steps
-        ("repeated").
+        `zero2="whole"` limits ZeRO-2 to steps of one micro-batch; `"repeated"` limits the layouts to ZeRO-2 in steps
+        of several micro-batches.
         """
         kind = self.choice["offload"][self.product[:, 0, 0]] == OFFLOAD.index(offload)
         if zero2 == "repeated":
@@ -51,31 +51,31 @@ class Space:
 
     @property
     def rows(self) -> int:
-        """Combinations before the illegal ones are masked out."""
+        """The number of combinations before illegal ones are masked out."""
         return self.base["tp"].size * self.choice["zero"].size
 
     def grids(self) -> Iterator[Grid]:
-        """All legal layouts."""
+        """Yield grids that together hold all legal layouts."""
         legal = self._legal_parts()
         depths = self.base["pp"][self.of_expert.max(axis=0, initial=NO_ROW)]
         for columns in group_alike(legal):
-            for rest in _by_depth(columns, depths[columns]):
-                used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
-                step = max(1, GRID_CELLS // math.prod(one.size for one in used))
-                for start in range(0, rest.size, step):
-                    yield self._make_grid(used, rest[start : start + step], legal)
+            for rest_columns in _by_depth(columns, depths[columns]):
+                used_ways = [np.flatnonzero(mask[:, rest_columns].any(axis=1)) for mask in legal]
+                step = max(1, GRID_CELLS // math.prod(mask.size for mask in used_ways))
+                for start in range(0, rest_columns.size, step):
+                    yield self._make_grid(used_ways, rest_columns[start : start + step], legal)
 
     def _legal_parts(self) -> tuple[Bools, Bools, Bools, Bools]:
-        """Where each way to share, to recompute, to split the sequence and the experts is legal: [way, rest].
+        """Return where each sharing, recompute, sequence split and expert size is legal, as four masks [way, rest].
 
-        No rule looks at two of them at once, so that what is legal is a product.
+        No rule depends on two of these choices at once, so the legal combinations are the product of the masks.
         """
-        first = self.of_expert.max(axis=0, initial=NO_ROW)
-        columns = {name: value[first] for name, value in self.base.items()}
+        first_rows = self.of_expert.max(axis=0, initial=NO_ROW)
+        columns = {name: value[first_rows] for name, value in self.base.items()}
 
         def legal(rule: Callable[[PlanRequest, dict[str, Ints]], Bools], ways: Ints) -> Bools:
-            chosen = {name: value[ways][:, None] for name, value in self.choice.items()}
-            return np.broadcast_to(rule(self.request, columns | chosen), (ways.size, first.size))
+            choices = {name: value[ways][:, None] for name, value in self.choice.items()}
+            return np.broadcast_to(rule(self.request, columns | choices), (ways.size, first_rows.size))
 
         return (
             legal(partial(may_share, zero2=self.zero2), self.product[:, 0, 0]),
@@ -85,12 +85,12 @@ class Space:
         )
 
     def _make_grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
-        share, recompute, split, expert = (one[np.ix_(ways, rest)] for one, ways in zip(legal, used, strict=True))
+        share, recompute, split, expert = (mask[np.ix_(ways, rest)] for mask, ways in zip(legal, used, strict=True))
         choice, base = self.product[np.ix_(*used[:3])], self.of_expert[np.ix_(used[3], rest)]
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
         columns["ep"] = self.experts[used[3]][:, None]
         for name in ("zero", "group", "offload", "compression"):
-            # A column of one value as a scalar, so that it widens no term that looks at it.
+            # A column with one value becomes a scalar, so that it does not enlarge the terms that use it.
             column = self.choice[name][choice[:, 0, 0]][:, None, None, None, None]
             columns[name] = column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
         columns["shard"] = shard_size(self.request, columns)
@@ -104,14 +104,14 @@ class Space:
         )
 
     def columns(self, base: Ints, choice: Ints) -> dict[str, Ints]:
-        """Layout columns of some combinations, with the shard size worked out."""
+        """Return the layout columns of some combinations, including the shard size."""
         columns = {name: value[base] for name, value in self.base.items()}
         columns |= {name: value[choice] for name, value in self.choice.items()}
         columns["shard"] = shard_size(self.request, columns)
         return columns
 
     def layout(self, base: int, choice: int) -> Layout:
-        """One combination as a value."""
+        """Return one combination as a Layout."""
         row = {name: int(value[0]) for name, value in self.columns(np.array([base]), np.array([choice])).items()}
         return Layout(
             data=row["dp"],
@@ -141,7 +141,7 @@ def build_space(
     widest_tensor: int = 0,
     most_micro: int = MOST_MICRO_BATCH,
 ) -> Space:
-    """The space on `devices` devices (all of the cluster's by default); it may be empty."""
+    """Return the space of layouts on `devices` devices (by default all of the cluster's); it may be empty."""
     count = devices or request.cluster.devices
     limit = widest_tensor or request.cluster.domain_devices
     degrees = [row for row in device_splits(request, count) if "tensor" in request.fixed or row[0] <= limit]
@@ -159,34 +159,34 @@ def build_space(
 
 
 def device_splits(request: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
-    """(tensor, context, pipeline, data) with product `devices`, each legal for the model, the batch and the job."""
-    found = []
+    """Return every (tensor, context, pipeline, data) with product `devices` that model, batch and job allow."""
+    splits = []
     for tp in tensor_sizes(request, devices):
         for cp in context_sizes(request, devices // tp):
             for pp in pipeline_sizes(request, devices // (tp * cp)):
                 dp = devices // (tp * cp * pp)
                 if request.fixed.get("data", dp) == dp and request.global_sequences % dp == 0:
-                    found.append((tp, cp, pp, dp))
-    return found
+                    splits.append((tp, cp, pp, dp))
+    return splits
 
 
 def tensor_sizes(request: PlanRequest, devices: int) -> list[int]:
-    """Tensor sizes that give each rank whole heads."""
+    """Return the tensor sizes that give each rank whole heads."""
     heads, kv_heads = request.model.heads, request.model.kv_heads
     sizes = [n for n in _allowed_sizes(request, "tensor", devices) if heads % n == 0]
-    copied = request.limits.copies_kv_heads or "tensor" in request.fixed
-    return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or request.model.is_mla]
+    can_copy = request.limits.copies_kv_heads or "tensor" in request.fixed
+    return [n for n in sizes if kv_heads % n == 0 or (can_copy and n % kv_heads == 0) or request.model.is_mla]
 
 
 def context_sizes(request: PlanRequest, devices: int) -> list[int]:
-    """Context sizes; each rank takes two slices, one early and one late, so that causal work is even."""
+    """Return the context sizes; each rank takes an early and a late slice, so that causal attention is balanced."""
     if not request.limits.context and "context" not in request.fixed:
         return [1]
     return [n for n in _allowed_sizes(request, "context", devices) if n == 1 or request.sequence % (2 * n) == 0]
 
 
 def pipeline_sizes(request: PlanRequest, devices: int) -> list[int]:
-    """Pipeline depths with at least one layer per stage."""
+    """Return the pipeline depths with at least one layer per stage."""
     return [n for n in _allowed_sizes(request, "pipeline", devices) if n <= request.model.layers]
 
 
@@ -198,7 +198,7 @@ def _allowed_sizes(request: PlanRequest, name: str, devices: int) -> list[int]:
 
 
 def expert_sizes(request: PlanRequest, ranks: int) -> list[int]:
-    """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
+    """Return the expert sizes with whole experts per rank and whole groups within data × context × tensor."""
     if not request.model.is_moe:
         return [1]
     sizes = [n for n in all_divisors(request.model.experts) if ranks % n == 0]
@@ -206,7 +206,7 @@ def expert_sizes(request: PlanRequest, ranks: int) -> list[int]:
 
 
 def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
-    """Micro-batch sizes that divide a data rank's share."""
+    """Return the micro-batch sizes up to `most` that divide a data rank's share of the batch."""
     share = request.global_sequences // dp
     if "micro" in request.fixed:
         return [int(request.fixed["micro"])] if share % int(request.fixed["micro"]) == 0 else []
@@ -214,17 +214,17 @@ def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -
 
 
 def possible_schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
-    """(schedule, model chunks per stage) that a pipeline of this depth can run."""
-    wanted = request.fixed.get("schedule")
+    """Return the (schedule, model chunks per stage) pairs that a pipeline of this depth can run."""
+    fixed_schedule = request.fixed.get("schedule")
     if pp == 1:
-        # One stage: every schedule is the same, and a fixed one is kept as written.
-        only = SCHEDULES.index(str(wanted)) if wanted else SCHEDULES.index("1f1b")
-        return [(only, 1)] if request.fixed.get("virtual_pipeline", 1) == 1 else []
-    found = []
-    for name in (str(wanted),) if wanted else request.limits.schedules:
+        # With one stage every schedule is the same; a fixed one is kept as written.
+        schedule = SCHEDULES.index(str(fixed_schedule)) if fixed_schedule else SCHEDULES.index("1f1b")
+        return [(schedule, 1)] if request.fixed.get("virtual_pipeline", 1) == 1 else []
+    schedules = []
+    for name in (str(fixed_schedule),) if fixed_schedule else request.limits.schedules:
         chunks = _chunk_counts(request, pp, accumulation) if name == "interleaved" else (1,)
-        found += [(SCHEDULES.index(name), n) for n in chunks if request.fixed.get("virtual_pipeline", n) == n]
-    return found
+        schedules += [(SCHEDULES.index(name), n) for n in chunks if request.fixed.get("virtual_pipeline", n) == n]
+    return schedules
 
 
 def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]:
@@ -233,14 +233,17 @@ def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]
         return []
     per_stage = -(-request.model.layers // pp)
     # A job for another framework may fix chunks that hold the embedding or the head alone (job/cross_checks.py).
-    most = request.model.layers + (2 if "virtual_pipeline" in request.fixed and request.limits.bare_ends else 0)
-    return [n for n in all_divisors(per_stage) if n > 1 and pp * n <= most]
+    max_chunks = request.model.layers + (2 if "virtual_pipeline" in request.fixed and request.limits.bare_ends else 0)
+    return [n for n in all_divisors(per_stage) if n > 1 and pp * n <= max_chunks]
 
 
 def _base_table(
     request: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
 ) -> tuple[dict[str, Ints], Ints, Ints]:
-    """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
+    """Return the base table, all expert sizes, and the rows of `base` for each expert size.
+
+    The table is ordered by degrees, and within them by expert size.
+    """
 
     @cache
     def whole_rounds(pp: int, is_whole: bool) -> list[tuple[int, int]]:
@@ -250,65 +253,74 @@ def _base_table(
     def inner(pp: int, dp: int) -> Ints:
         share = request.global_sequences // dp
         rows = [
-            (micro, *one)
+            (micro, *schedule)
             for micro in micro_batches(request, dp, most_micro)
-            for one in whole_rounds(pp, share // micro % pp == 0)
+            for schedule in whole_rounds(pp, share // micro % pp == 0)
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     sizes = {ranks: expert_sizes(request, ranks) for ranks in {tp * cp * dp for tp, cp, _, dp in degrees}}
     degrees = [(tp, cp, pp, dp) for tp, cp, pp, dp in degrees if sizes[tp * cp * dp]]
-    experts = sorted({size for some in sizes.values() for size in some})
+    experts = sorted({size for rank_sizes in sizes.values() for size in rank_sizes})
     has_size = np.array([[size in sizes[tp * cp * dp] for size in experts] for tp, cp, _, dp in degrees], dtype=bool)
     has_size = has_size.reshape(len(degrees), len(experts))
-    parts = [inner(pp, dp) for *_, pp, dp in degrees]
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    inner_tables = [inner(pp, dp) for *_, pp, dp in degrees]
+    lengths = np.array([len(table) for table in inner_tables], dtype=np.int64)
     # Rows of a block of degrees start where those before it end; each expert size repeats the inner rows.
     blocks = lengths * has_size.sum(axis=1)
     start = (np.cumsum(blocks) - blocks)[:, None] + (np.cumsum(has_size, axis=1) - 1) * lengths[:, None]
-    own = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    of_expert = np.where(np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + own, NO_ROW)
-    table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
+    inner_rows = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    of_expert = np.where(
+        np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + inner_rows, NO_ROW
+    )
+    base_table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
     of_degrees = np.repeat(np.array(degrees, dtype=np.int64).reshape(-1, 4), lengths, axis=0)
-    rest = np.hstack((of_degrees, np.concatenate((np.zeros((0, 3), dtype=np.int64), *parts))))
+    table_rows = np.hstack((of_degrees, np.concatenate((np.zeros((0, 3), dtype=np.int64), *inner_tables))))
     for size, rows in zip(experts, of_expert, strict=True):
-        used = rows != NO_ROW
-        table[rows[used]] = np.insert(rest[used], 4, size, axis=1)
+        is_used = rows != NO_ROW
+        base_table[rows[is_used]] = np.insert(table_rows[is_used], 4, size, axis=1)
     names = ("tp", "cp", "pp", "dp", "ep", "micro_batch", "schedule", "vpp")
-    columns = {name: table[:, index].copy() for index, name in enumerate(names)}
+    columns = {name: base_table[:, index].copy() for index, name in enumerate(names)}
     return columns, np.array(experts, dtype=np.int64), of_expert
 
 
 def _choice_table(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
-    """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
+    """Return the choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = request.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
     offloads = (str(fixed["offload"]),) if "offload" in fixed else offload
     compressions = (str(fixed["compression"]),) if "compression" in fixed else ("none",)
-    shared = [
-        (zero, group, off, compress)
+    sharing_ways = [
+        (zero, group, offload_kind, compression_kind)
         for zero, group in ((zero, group) for zero in _zero_stages(request) for group in (groups if zero else (NONE,)))
-        for off in offloads
-        # Only ZeRO-3 gives parameters back after each layer.
-        if zero == 3 or off != "parameters" or "offload" in fixed
-        for compress in compressions
+        for offload_kind in offloads
+        # Only ZeRO-3 frees parameters after each layer, so only it can offload them.
+        if zero == 3 or offload_kind != "parameters" or "offload" in fixed
+        for compression_kind in compressions
     ]
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
     flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
     rows = [
-        (zero, group, RECOMPUTE.index(recompute), int(sp), OFFLOAD.index(off), COMPRESSION.index(compress))
-        for zero, group, off, compress in shared
+        (
+            zero,
+            group,
+            RECOMPUTE.index(recompute),
+            int(sp),
+            OFFLOAD.index(offload_kind),
+            COMPRESSION.index(compression_kind),
+        )
+        for zero, group, offload_kind, compression_kind in sharing_ways
         for recompute in recomputes
         for sp in flags
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     names = ("zero", "group", "recompute", "sp", "offload", "compression")
-    product = np.arange(len(rows)).reshape(len(shared), len(recomputes), len(flags))
+    product = np.arange(len(rows)).reshape(len(sharing_ways), len(recomputes), len(flags))
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
 def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
-    """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
+    """Return the ZeRO stages to try: 3 with parameters in host memory, 0 with PowerSGD (whole gradients)."""
     if "zero" in request.fixed:
         return (int(request.fixed["zero"]),)
     if request.fixed.get("offload") == "parameters":
@@ -316,22 +328,24 @@ def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
     return (0,) if request.fixed.get("compression") == "powersgd" else request.limits.zero
 
 
-# Layouts as products of short lists: what the search prices at once.
+# Layouts as products of short lists, which the search prices all at once.
 
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-GRID_CELLS = 1 << 17  # 1 MB for a term that depends on everything: the arithmetic stays in the second-level cache
-WASTED_CELLS = 1 << 14  # a grid takes 2 ms however small it is: as long as these many cells that nobody asked for
+# 1 MB for a term that depends on all axes: the arithmetic stays in the second-level cache.
+GRID_CELLS = 1 << 17
+# A grid takes 2 ms however small it is, the time of about this many unnecessary cells.
+WASTED_CELLS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Layouts that are a product of five short lists, so that no term of the cost model is worked out twice.
+    """Layouts that are a product of five short lists, so that no term of the cost model is computed twice.
 
-    Axes, slowest first: what is sharded (ZeRO stage, group, offload), recompute, sequence parallelism, expert size, and
-    the rest of the base. A term is as large as the axes it depends on, and NumPy broadcasts.
+    Axes, slowest first: what is sharded (ZeRO stage, group, offload), recompute, sequence parallelism, expert size,
+    and the rest of the base. A term is as large as the axes it depends on, and NumPy broadcasts.
     """
 
     base: Ints  # [expert, rest]: rows of Space.base
@@ -341,111 +355,124 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each axis."""
+        """The length of each axis."""
         return (*self.choice.shape, *self.base.shape)
 
     def rows(self, where: Bools) -> tuple[Ints, Ints]:
-        """(base row, choice row) of the chosen layouts."""
+        """Return the (base row, choice row) of the layouts selected by the mask."""
         of_choice = where.reshape(self.choice.size, -1).sum(axis=1)
         return np.broadcast_to(self.base, self.shape)[where], np.repeat(self.choice, of_choice)
 
     def around(self, where: Bools) -> tuple[Grid, Bools]:
-        """The smallest grid that holds the chosen layouts, and where they are in it."""
+        """Return the smallest grid that contains the selected layouts, and the mask of them in it."""
         axes = range(len(self.shape))
-        kept = [np.flatnonzero(where.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
-        columns = {name: keep_entries(value, kept) for name, value in self.columns.items()}
-        base, choice = keep_entries(self.base, kept), keep_entries(self.choice, kept[:3])
-        return Grid(base=base, choice=choice, legal=keep_entries(self.legal, kept), columns=columns), keep_entries(
-            where, kept
-        )
+        kept_entries = [
+            np.flatnonzero(where.any(axis=tuple(other_axis for other_axis in axes if other_axis != axis)))
+            for axis in axes
+        ]
+        columns = {name: keep_entries(value, kept_entries) for name, value in self.columns.items()}
+        base, choice = keep_entries(self.base, kept_entries), keep_entries(self.choice, kept_entries[:3])
+        return Grid(
+            base=base, choice=choice, legal=keep_entries(self.legal, kept_entries), columns=columns
+        ), keep_entries(where, kept_entries)
 
 
 def group_alike(legal: tuple[Bools, ...]) -> list[Ints]:
-    """Columns of the masks in groups with nearly the same legal ways; those without any are left out."""
+    """Group the columns of the masks that have nearly the same legal ways; columns without any legal way are left out.
+
+    Merging two groups prices cells that are not legal; groups are merged while that costs fewer than WASTED_CELLS.
+    """
     bits = np.packbits(np.concatenate(legal), axis=0, bitorder="little").T
     codes = np.ascontiguousarray(bits).view(f"S{bits.shape[1]}").reshape(-1)
-    known, kind, counts = np.unique(codes, return_inverse=True, return_counts=True)
-    ends = accumulate(len(one) for one in legal)
-    masks = [(1 << end) - (1 << (end - len(one))) for end, one in zip(ends, legal, strict=True)]
+    unique_codes, kind, counts = np.unique(codes, return_inverse=True, return_counts=True)
+    ends = accumulate(len(mask) for mask in legal)
+    masks = [(1 << end) - (1 << (end - len(mask))) for end, mask in zip(ends, legal, strict=True)]
 
     def cells(ways: int, count: int) -> int:
         return count * math.prod([(ways & mask).bit_count() for mask in masks])
 
     patterns = [
-        (int.from_bytes(one, "little"), count, [index])
-        for index, (one, count) in enumerate(zip(known.tolist(), counts.tolist(), strict=True))
+        (int.from_bytes(mask, "little"), count, [index])
+        for index, (mask, count) in enumerate(zip(unique_codes.tolist(), counts.tolist(), strict=True))
     ]
-    found: list[tuple[int, int, list[int]]] = []  # legal ways, columns, their kinds
-    for ways, count, kinds in sorted(patterns, key=lambda one: -cells(*one[:2])):
-        own = cells(ways, count)
-        wasted = [cells(ways | other, count + some) - own - cells(other, some) for other, some, _ in found]
-        if wasted and own and min(wasted) < WASTED_CELLS:
-            nearest = wasted.index(min(wasted))
-            other, some, joined = found[nearest]
-            found[nearest] = (ways | other, count + some, [*joined, *kinds])
-        elif own:
-            found.append((ways, count, kinds))
-    return [np.flatnonzero(np.isin(kind, kinds)) for *_, kinds in found]
+    groups: list[tuple[int, int, list[int]]] = []  # legal ways, columns, their kinds
+    for ways, count, kinds in sorted(patterns, key=lambda mask: -cells(*mask[:2])):
+        own_cells = cells(ways, count)
+        wasted_cells = [
+            cells(ways | group_ways, count + group_count) - own_cells - cells(group_ways, group_count)
+            for group_ways, group_count, _ in groups
+        ]
+        if wasted_cells and own_cells and min(wasted_cells) < WASTED_CELLS:
+            nearest = wasted_cells.index(min(wasted_cells))
+            group_ways, group_count, group_kinds = groups[nearest]
+            groups[nearest] = (ways | group_ways, count + group_count, [*group_kinds, *kinds])
+        elif own_cells:
+            groups.append((ways, count, kinds))
+    return [np.flatnonzero(np.isin(kind, kinds)) for *_, kinds in groups]
 
 
 def _by_depth(columns: Ints, depths: Ints) -> list[Ints]:
-    """Columns in the order of their pipelines' depths; those without a pipeline apart.
+    """Return the columns ordered by pipeline depth, those without a pipeline separately.
 
-    Only there ZeRO-3 gathers and reduces beside every micro-batch, terms that depend on all axes; in a pipeline
-    trainer_memory.py counts some stages only of some depths.
+    Only without a pipeline does ZeRO-3 gather and reduce alongside every micro-batch, in terms that depend on all
+    axes. In a pipeline trainer_memory.py counts some stages only at some depths.
     """
     columns = columns[np.argsort(depths, kind="stable")]
-    alone = int(np.count_nonzero(depths == 1))
-    return [part for part in (columns[:alone], columns[alone:]) if part.size]
+    num_single = int(np.count_nonzero(depths == 1))
+    return [group for group in (columns[:num_single], columns[num_single:]) if group.size]
 
 
 def keep_entries(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
-    """Only the kept entries of each axis the values have."""
+    """Return the values at the given entries of each axis that they have."""
     for axis in range(1, values.ndim + 1):
         if values.shape[-axis] > kept[-axis].size:
             values = values.take(kept[-axis], axis=-axis)
     return values
 
 
-# Which layouts are legal: how state can be shared, the sequence split and activations recomputed.
+# Rules for legal layouts: how state can be sharded, the sequence split and activations recomputed.
 
 
-NONE, FULL, DOMAIN, GIVEN = range(4)  # who shares a sharded copy
+NONE, FULL, DOMAIN, GIVEN = range(4)  # ranks that share a copy: one, all replicas, a domain, a given number
 
 
 def shard_size(request: PlanRequest, c: dict[str, Ints]) -> Ints:
-    """Ranks that share one copy of the sharded state."""
+    """Return the number of ranks that share one copy of the sharded state."""
     replicas = c["dp"] * c["cp"]
-    inside = np.maximum(1, request.cluster.domain_devices // c["tp"])
-    given = int(request.fixed.get("shard", 1))
-    return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
+    domain_size = np.maximum(1, request.cluster.domain_devices // c["tp"])
+    fixed_size = int(request.fixed.get("shard", 1))
+    return np.select(
+        [c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, domain_size, fixed_size], 1
+    )
 
 
 def may_share(request: PlanRequest, c: dict[str, Ints], *, zero2: str = "any") -> Bools:
-    """Whether the state can be sharded so; `zero2` as in `Space.part`."""
+    """Return a mask of the layouts whose state can be sharded this way; `zero2` as in `Space.part`."""
     replicas, shard = c["dp"] * c["cp"], shard_size(request, c)
-    within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
-    alone = replicas == 1
-    grouped: Bools = np.select(
-        [c["group"] == DOMAIN, c["group"] == GIVEN], [within & ~alone, replicas % shard == 0], np.ones_like(within)
+    is_partial = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
+    is_single = replicas == 1
+    is_grouped: Bools = np.select(
+        [c["group"] == DOMAIN, c["group"] == GIVEN],
+        [is_partial & ~is_single, replicas % shard == 0],
+        np.ones_like(is_partial),
     ).astype(bool)
     if "zero" in request.fixed:
-        return grouped
-    staged = np.isin(c["zero"], request.limits.zero_with_pipeline) | (c["pp"] == 1)
-    # ZeRO-2 reduces after every micro-batch: slower than ZeRO-1, and useful only where that does not fit.
-    once = request.global_sequences == c["dp"] * c["micro_batch"]
+        return is_grouped
+    is_staged = np.isin(c["zero"], request.limits.zero_with_pipeline) | (c["pp"] == 1)
+    # ZeRO-2 reduces after every micro-batch: slower than ZeRO-1, and useful only where ZeRO-1 does not fit.
+    is_one_micro_batch = request.global_sequences == c["dp"] * c["micro_batch"]
     if zero2 != "any":
-        staged &= (c["zero"] != 2) | (once if zero2 == "whole" else ~once)
-    # One rank alone has nobody to share with, but may keep its parameters in host memory.
-    hosted = c["offload"] == OFFLOAD.index("parameters")
-    legal: Bools = grouped & staged & ((c["zero"] == 0) | ~alone | hosted)
+        is_staged &= (c["zero"] != 2) | (is_one_micro_batch if zero2 == "whole" else ~is_one_micro_batch)
+    # A single rank has no other rank to share with, but may keep its parameters in host memory.
+    is_hosted = c["offload"] == OFFLOAD.index("parameters")
+    legal: Bools = is_grouped & is_staged & ((c["zero"] == 0) | ~is_single | is_hosted)
     return legal
 
 
 def may_split_sequence(request: PlanRequest, c: dict[str, Ints]) -> Bools:
-    """Whether norms can be split along the sequence, or not."""
+    """Return a mask of the layouts whose choice of sequence parallelism is legal."""
     slices = (request.sequence // c["cp"]) % c["tp"] == 0
-    # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
+    # Without tensor parallelism sequence parallelism has no effect, so only one of the two rows is kept.
     unsplit = (c["tp"] == 1) & (c["sp"] == 0)
     if request.fixed.get("sequence_parallel") is True:
         unsplit = c["tp"] == 1
@@ -454,9 +481,9 @@ def may_split_sequence(request: PlanRequest, c: dict[str, Ints]) -> Bools:
 
 
 def may_recompute(request: PlanRequest, c: dict[str, Ints]) -> Bools:
-    """Whether the schedule can recompute so."""
+    """Return a mask of the layouts whose schedule supports their recompute."""
     if request.limits.selective_zero_bubble:
         return np.ones_like(c["recompute"] + c["pp"], dtype=bool)
-    bubble, kept = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
-    legal: Bools = ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == kept))
+    bubble, selective = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
+    legal: Bools = ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == selective))
     return legal

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, and where they go."""
+"""Seconds of one optimizer step, and the parts that they consist of."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
 
-# Parameters in host memory are fetched in fp32 for forward and again for backward; gradients return in fp32.
+# Bytes per parameter in host memory: fetched in fp32 for forward and again for backward; gradients return in fp32.
 FETCHED_BYTES = 12.0
 # Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
 # replaced when the trainer measures it.
 ZERO_BUBBLE_SLOWDOWN = 1.04
-ZERO = np.zeros(())  # a part that no case of a table has, of no length
+ZERO = np.zeros(())  # a part that no case of the table has; as a scalar it costs nothing in sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Seconds per step on the busiest stage; the parts add up to `step_s`."""
+    """Seconds per step on the busiest stage; the parts add up to `step_s`, except for fields marked otherwise."""
 
     step_s: Floats
     matmul_s: Floats
@@ -40,14 +40,14 @@ class StepTimes:
     expert_s: Floats
     pipeline_send_s: Floats
     bubble_s: Floats
-    shard_s: Floats  # ZeRO-3 traffic that shows
-    gradient_s: Floats  # gradient traffic that shows
-    gradient_total_s: Floats  # shown or hidden; not part of the sum
+    shard_s: Floats  # exposed ZeRO-3 traffic
+    gradient_s: Floats  # exposed gradient traffic
+    gradient_total_s: Floats  # exposed or hidden; not part of the sum
     optimizer_s: Floats
     overhead_s: Floats
     micro_s: Floats  # one micro-batch on the busiest stage; not part of the sum
-    # What the parts were combined from, not part of the sum: `launch_s` is what the host shows beside the device,
-    # `shard_s` what ZeRO-3 traffic shows beside the work; each by a smooth maximum of this sharpness.
+    # The inputs of two smooth maxima, not part of the sum: `launch_s` is the exposed host time next to the device's
+    # work, `shard_s` the exposed ZeRO-3 traffic next to the work; each maximum has its own sharpness.
     device_s: Floats
     host_s: Floats
     launch_sharpness: Floats
@@ -56,27 +56,32 @@ class StepTimes:
     shard_sharpness: Floats
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> StepTimes:
-        """The same table restricted to some rows."""
-        whole = {item.name: np.broadcast_to(getattr(self, item.name), self.step_s.shape) for item in fields(StepTimes)}
-        return StepTimes(**{name: value[rows] for name, value in whole.items()})
+        """Return the table restricted to some rows."""
+        columns = {
+            item.name: np.broadcast_to(getattr(self, item.name), self.step_s.shape) for item in fields(StepTimes)
+        }
+        return StepTimes(**{name: value[rows] for name, value in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSum:
-    """The sum of a StepTimes without its parts."""
+    """The step time of a StepTimes without its parts."""
 
     step_s: Floats
 
 
 def smooth_max(a: Floats, b: Floats, sharpness: Floats | float) -> Floats:
-    """A maximum with a rounded corner: two resources that overlap well but not perfectly."""
+    """Return a maximum with a rounded corner: two resources that overlap well but not perfectly."""
     top = np.maximum(np.maximum(a, b), 1e-30)
     return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Layers of the fullest stage and of the last one: `even`, or where `uneven` one more in all but the last."""
+    """Layers of the fullest and the last stage.
+
+    The fullest has `even` layers, or one more where `uneven`; the last then has `left_more` instead of `left`.
+    """
 
     even: Floats
     left: Floats
@@ -85,37 +90,39 @@ class Split:
 
     @property
     def fullest(self) -> Floats:
-        """Layers of the fullest stage."""
+        """The number of layers of the fullest stage."""
         return np.where(self.uneven, self.even + 1.0, self.even)
 
     @property
     def last(self) -> Floats:
-        """Layers of the last stage."""
+        """The number of layers of the last stage."""
         return np.where(self.uneven, self.left_more, self.left)
 
 
 def split_stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> Split:
-    """The split into stages, the head weighing `head_layers` layers.
+    """Return the split of the layers into stages, where the head takes as long as `head_layers` layers.
 
-    A balanced split may give the last stage fewer layers, or every other stage one more, whichever is faster.
+    A balanced split may give the last stage fewer layers, by giving every other stage one more, where that is faster.
     """
     even = np.ceil(c.layers / c.pp - 1e-9)
-    left = np.clip(c.layers - even * (c.pp - 1.0), 0.0, even)
-    more = even + 1.0
-    left_more = np.clip(c.layers - more * (c.pp - 1.0), 0.0, more)
-    wins = (balanced > 0) & (np.maximum(more, left_more + head_layers) < np.maximum(even, left + head_layers))
-    return Split(even=even, left=left, left_more=left_more, uneven=wins & (c.pp > 1))
+    even_rest = np.clip(c.layers - even * (c.pp - 1.0), 0.0, even)
+    even_more = even + 1.0
+    more_rest = np.clip(c.layers - even_more * (c.pp - 1.0), 0.0, even_more)
+    is_uneven = (balanced > 0) & (
+        np.maximum(even_more, more_rest + head_layers) < np.maximum(even, even_rest + head_layers)
+    )
+    return Split(even=even, left=even_rest, left_more=more_rest, uneven=is_uneven & (c.pp > 1))
 
 
 def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Floats, Floats]:
-    """(layers of the fullest stage, layers of the last one)."""
+    """Return (layers of the fullest stage, layers of the last one)."""
     split = split_stage_layers(c, head_layers=head_layers, balanced=balanced)
     return split.fullest, split.last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """Seconds that follow from the parameters of a stage: a search works them out once for every way to recompute."""
+    """Seconds that depend only on the parameters of a stage; a search computes them once for all recompute kinds."""
 
     fetch: Floats
     moving: Floats
@@ -124,28 +131,31 @@ class _State:
     again: Floats
     factoring: Floats
     update: Floats
-    adding: Floats  # gradients to those of the micro-batches before
+    # Adding gradients to those of the earlier micro-batches.
+    adding: Floats
 
 
 def _step_state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) -> _State:
     w = rank_weights(c, stage_layers=layers)
-    hosted = c.offload == OFFLOAD_PARAMETERS
+    is_hosted = c.offload == OFFLOAD_PARAMETERS
     fetch = (
-        np.where(hosted, owned_weights(c, w) * FETCHED_BYTES, 0.0) / c.host_link_bytes_per_s if hosted.any() else ZERO
+        np.where(is_hosted, owned_weights(c, w) * FETCHED_BYTES, 0.0) / c.host_link_bytes_per_s
+        if is_hosted.any()
+        else ZERO
     )
-    sync = traffic.gradient_traffic(c, g, w, f)
-    alone = c.pp <= 1
+    traffic_s = traffic.gradient_traffic(c, g, w, f)
+    has_no_pipeline = c.pp <= 1
     return _State(
         fetch=fetch,
-        moving=traffic.shard_seconds(c, g, w, f) + fetch if np.any((c.zero == 3) & alone) else ZERO,
-        reduce=sync.reduce,
-        gather=sync.gather,
-        again=sync.again if np.any((c.zero == 2) & alone) else ZERO,
+        moving=traffic.shard_seconds(c, g, w, f) + fetch if np.any((c.zero == 3) & has_no_pipeline) else ZERO,
+        reduce=traffic_s.reduce,
+        gather=traffic_s.gather,
+        again=traffic_s.again if np.any((c.zero == 2) & has_no_pipeline) else ZERO,
         factoring=traffic.factoring_seconds(c, k, w) if np.any(c.compression == traffic.POWERSGD) else ZERO,
         update=update_seconds(c, k, f, w, g),
-        # In a pipeline whole gradients are added up: they are reduced once, after the last micro-batch.
+        # In a pipeline whole gradients are accumulated: they are reduced once, after the last micro-batch.
         adding=(w.dense + w.experts)
-        / np.where((c.zero >= 2) & alone, c.shard, 1.0)
+        / np.where((c.zero >= 2) & has_no_pipeline, c.shard, 1.0)
         * f.accumulate_bytes
         / (c.memory_bytes_per_s * k.memory)
         if np.any(np.asarray(f.accumulate_bytes) > 0)
@@ -154,7 +164,7 @@ def _step_state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Flo
 
 
 def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split) -> _State:
-    """The state of the fullest stage, which has one of two sizes."""
+    """Return the state seconds of the fullest stage, which has `even` or one more layers."""
     even = _step_state(c, k, f, g, split.even)
     if not split.uneven.any():
         return even
@@ -164,19 +174,19 @@ def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split)
 
 
 def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
-    """The step of every case."""
-    found = _predict_step(c, k, f, parts=True)
-    assert isinstance(found, StepTimes)
-    return found
+    """Return the step of every case."""
+    times = _predict_step(c, k, f, parts=True)
+    assert isinstance(times, StepTimes)
+    return times
 
 
 def predict_step_sum(c: Cases, k: Physics, f: Profile) -> StepSum:
-    """The same without its parts, which a search of a million layouts does not look at."""
+    """Return the step of every case without its parts, which a search of a million layouts does not use."""
     return StepSum(step_s=_predict_step(c, k, f, parts=False).step_s)
 
 
 def predict_least_step(c: Cases, k: Physics, f: Profile) -> StepSum:
-    """The step without ZeRO-3's traffic, gradients and the update, which is never longer than the whole."""
+    """Return the step without ZeRO-3's traffic, gradients and the update, a lower bound on the whole step."""
     return StepSum(step_s=_predict_step(c, k, f, parts=False, with_state=False).step_s)
 
 
@@ -187,13 +197,13 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool, with_state: 
     context = traffic.context_seconds(c, k, g, work.attention.forward)
     expert = traffic.expert_seconds(c, g, f)
     exchanged_again = np.where(c.recompute == SELECTIVE, f.exchange_again, c.recompute == FULL)
-    again = np.where(c.recompute == FULL, tensor, 0.0) + exchanged_again * (context + expert)
-    device = _device_seconds(work) + 2.0 * tensor + 3.0 * context + 2.0 * expert + again
-    host = work.operations * f.launch_s * (2.5 + (c.recompute == FULL))
-    host = host + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
-    plain = device
-    device = device * np.where((c.schedule == ZERO_BUBBLE) & (c.pp > 1), ZERO_BUBBLE_SLOWDOWN, 1.0)
-    layers_s = smooth_max(device, host, f.launch_sharpness)
+    recompute_traffic = np.where(c.recompute == FULL, tensor, 0.0) + exchanged_again * (context + expert)
+    device_s = _device_seconds(work) + 2.0 * tensor + 3.0 * context + 2.0 * expert + recompute_traffic
+    host_s = work.operations * f.launch_s * (2.5 + (c.recompute == FULL))
+    host_s = host_s + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
+    device_plain = device_s
+    device_s = device_s * np.where((c.schedule == ZERO_BUBBLE) & (c.pp > 1), ZERO_BUBBLE_SLOWDOWN, 1.0)
+    layers_s = smooth_max(device_s, host_s, f.launch_sharpness)
 
     head_s = work.head.forward + work.head.backward
     per_layer = layers_s / c.layers
@@ -202,86 +212,89 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool, with_state: 
     mid_s, last_s = fullest * per_layer, last * per_layer + head_s
     stage_s = np.maximum(mid_s, last_s)
     holds_head = last_s >= mid_s
-    send = np.where(c.pp > 1, 2.0 * c.vpp * traffic.send_seconds(c, g) * f.pipeline_exposed, 0.0)
+    send_s = np.where(c.pp > 1, 2.0 * c.vpp * traffic.send_seconds(c, g) * f.pipeline_exposed, 0.0)
     host_micro = f.micro_s + np.where(c.pp > 1, f.pipeline_s, 0.0)
-    busy = stage_s + send + host_micro
+    busy_s = stage_s + send_s + host_micro
     if np.any(c.offload == OFFLOAD_ACTIVATIONS):
-        # Activations leave in forward and return in backward on the compute's stream (train/parallel/recompute.py).
-        kept, checkpoint = layer_activations(c, MemoryProfile())
-        moved = 2.0 * fullest * np.where(c.recompute == FULL, checkpoint, kept) / c.host_link_bytes_per_s
-        busy = busy + np.where(offloads_activations(c), moved, 0.0)
+        # Activations leave in forward and return in backward on the stream that computes
+        # (train/parallel/recompute.py).
+        stored, checkpoint = layer_activations(c, MemoryProfile())
+        moved_s = 2.0 * fullest * np.where(c.recompute == FULL, checkpoint, stored) / c.host_link_bytes_per_s
+        busy_s = busy_s + np.where(offloads_activations(c), moved_s, 0.0)
 
     mean_stage = (c.layers * per_layer + head_s) / c.pp
-    bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
+    bubble_s = (c.pp - 1.0) / c.vpp * (mean_stage + send_s + host_micro)
     # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
     weight_s = work.matmul.backward / 2.0
-    bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * np.maximum(0.0, 1.0 - 2.0 * weight_s / device), bubble)
+    bubble_s = np.where(
+        c.schedule == ZERO_BUBBLE, bubble_s * np.maximum(0.0, 1.0 - 2.0 * weight_s / device_s), bubble_s
+    )
     count = c.accumulation
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
     if not with_state:
-        return StepSum(step_s=count * busy + bubble + overhead)
+        return StepSum(step_s=count * busy_s + bubble_s + overhead)
 
     state = _state_of(c, k, f, g, split)
-    busy = busy + state.adding
+    busy_s = busy_s + state.adding
     gathers = (c.zero == 3) & (c.pp <= 1)
-    micro = np.where(gathers, smooth_max(busy, state.moving, f.shard_sharpness), busy) if gathers.any() else busy
+    micro = np.where(gathers, smooth_max(busy_s, state.moving, f.shard_sharpness), busy_s) if gathers.any() else busy_s
 
-    # Traffic hides behind elapsed time, whether the device or the host sets it.
-    share = fullest / c.layers * layers_s / device
+    # Traffic is hidden by elapsed time, whether the device or the host determines it.
+    share = fullest / c.layers * layers_s / device_s
     backward_s = (work.matmul.backward + work.attention.backward + work.elementwise.backward) * share
     forward_s = (work.matmul.forward + work.attention.forward + work.elementwise.forward) * share
-    # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
+    # ZeRO-2 keeps no full gradient: it scatters after every micro-batch, overlapped with the next one.
     repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
     if repeats.any():
-        shown = repeats * np.maximum(0.0, state.again - overlap * (forward_s + backward_s)) + state.reduce
-        shown = shown - np.minimum(state.reduce, backward_s) * overlap
+        exposed_s = repeats * np.maximum(0.0, state.again - overlap * (forward_s + backward_s)) + state.reduce
+        exposed_s = exposed_s - np.minimum(state.reduce, backward_s) * overlap
     else:
-        shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
-    # Parts that no case has are left out: each sum here is over all axes of a search.
-    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap
-    shown = shown + state.factoring if state.factoring.ndim else shown
+        exposed_s = state.reduce - np.minimum(state.reduce, backward_s) * overlap
+    # Parts that no case has are left out, because each sum here is over all axes of a search.
+    exposed_s = exposed_s + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap
+    exposed_s = exposed_s + state.factoring if state.factoring.ndim else exposed_s
     # A pipeline keeps gathered weights for the whole step (memory_profile.py), so there they are fetched once.
     optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0) if state.fetch.ndim else state.update
 
-    step = count * micro + bubble + shown + optimizer + overhead
+    step_total = count * micro + bubble_s + exposed_s + optimizer + overhead
     if not parts:
-        return StepSum(step_s=step)
-    gradient = state.reduce + repeats * state.again + state.gather + state.factoring
+        return StepSum(step_s=step_total)
+    gradient_s = state.reduce + repeats * state.again + state.gather + state.factoring
     layers_here = np.where(holds_head, last, fullest)
-    part = count * layers_here / c.layers
-    zero = np.zeros_like(step)
+    layer_share = count * layers_here / c.layers
+    zero = np.zeros_like(step_total)
     return StepTimes(
-        step_s=step,
-        matmul_s=part * (work.matmul.forward + work.matmul.backward),
-        attention_s=part * (work.attention.forward + work.attention.backward),
-        elementwise_s=part * (work.elementwise.forward + work.elementwise.backward),
+        step_s=step_total,
+        matmul_s=layer_share * (work.matmul.forward + work.matmul.backward),
+        attention_s=layer_share * (work.attention.forward + work.attention.backward),
+        elementwise_s=layer_share * (work.elementwise.forward + work.elementwise.backward),
         head_s=np.where(holds_head, count * head_s, 0.0),
-        recompute_s=part * work.recompute,
-        launch_s=part * (layers_s - plain),
-        tensor_s=part * (2.0 + (c.recompute == FULL)) * tensor,
-        context_s=part * (3.0 + exchanged_again) * context,
-        expert_s=part * (2.0 + exchanged_again) * expert,
-        pipeline_send_s=count * send,
-        bubble_s=bubble,
-        shard_s=count * (micro - busy),
-        gradient_s=shown,
-        gradient_total_s=gradient + zero,
+        recompute_s=layer_share * work.recompute,
+        launch_s=layer_share * (layers_s - device_plain),
+        tensor_s=layer_share * (2.0 + (c.recompute == FULL)) * tensor,
+        context_s=layer_share * (3.0 + exchanged_again) * context,
+        expert_s=layer_share * (2.0 + exchanged_again) * expert,
+        pipeline_send_s=count * send_s,
+        bubble_s=bubble_s,
+        shard_s=count * (micro - busy_s),
+        gradient_s=exposed_s,
+        gradient_total_s=gradient_s + zero,
         optimizer_s=optimizer + count * state.adding,
-        overhead_s=count * (busy - state.adding - stage_s - send) + overhead,
+        overhead_s=count * (busy_s - state.adding - stage_s - send_s) + overhead,
         micro_s=micro,
-        device_s=part * device,
-        host_s=part * host,
-        launch_sharpness=np.broadcast_to(f.launch_sharpness, step.shape),
-        busy_s=count * busy + zero,
+        device_s=layer_share * device_s,
+        host_s=layer_share * host_s,
+        launch_sharpness=np.broadcast_to(f.launch_sharpness, step_total.shape),
+        busy_s=count * busy_s + zero,
         moving_s=np.where(gathers, count * state.moving, 0.0) + zero,
-        shard_sharpness=np.broadcast_to(f.shard_sharpness, step.shape),
+        shard_sharpness=np.broadcast_to(f.shard_sharpness, step_total.shape),
     )
 
 
 def _device_seconds(work: Compute) -> Floats:
-    passes = (work.matmul, work.attention, work.elementwise)
+    work_passes = (work.matmul, work.attention, work.elementwise)
     total = work.recompute
-    for one in passes:
-        total = total + one.forward + one.backward
+    for work_pass in work_passes:
+        total = total + work_pass.forward + work_pass.backward
     return total

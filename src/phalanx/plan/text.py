@@ -1,4 +1,4 @@
-"""A Plan as one page of plain text for a terminal of 100 columns."""
+"""A Plan as one page of plain text for a terminal of 100 columns, and a comparison of several plans."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, f
 
 WIDTH = 100
 BAR = 30  # characters of a full bar
-LEAST_LEAD = 0.0005  # below, "0.0% faster" would be printed
+LEAST_LEAD = 0.0005  # below it, "0.0% faster" would be printed
 SECONDS = {"years": 365.25 * DAY_S, "days": DAY_S, "h": HOUR_S, "min": MINUTE_S, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
-SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
+SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are omitted from the table
 
 
 def plan_text(plan: Plan, *, top: int = 6) -> str:
-    """The page; `top` limits runners-up and Pareto points."""
+    """Return the page of a plan; `top` limits the numbers of alternatives and Pareto points."""
     sections = [
         *(site_sections(plan.sites) if plan.sites is not None else ()),
         ("STEP TIME", _step_lines(plan)),
@@ -43,7 +43,7 @@ def plan_text(plan: Plan, *, top: int = 6) -> str:
         ("FAILURES AND CHECKPOINTS", _failure_lines(plan)),
         ("COST AND ENERGY", _bill_lines(plan)),
         ("SEARCH", _search_lines(plan)),
-        ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap_line(line)]),
+        ("WARNINGS", [wrapped for text in plan.warnings for line in text.splitlines() for wrapped in _wrap_line(line)]),
     ]
     lines = [*_headline_lines(plan), *(f"  {line}" for line in _derived_lines(plan))]
     for title, body in sections:
@@ -61,7 +61,7 @@ def _headline_lines(plan: Plan) -> list[str]:
     if plan.bill.usd:
         low, middle, high = plan.bill.usd
         money = format_money(middle) + (f" ({format_money(low)} to {format_money(high)})" if low < high else "")
-    left = [
+    left_column = [
         (
             "step",
             f"{format_seconds(p.step_s)} (80%: {format_seconds(p.step_s_low)} to {format_seconds(p.step_s_high)})",
@@ -69,28 +69,30 @@ def _headline_lines(plan: Plan) -> list[str]:
         ("tokens/s", f"{format_count(p.tokens_per_s)} ({format_count(p.tokens_per_s_per_device)} per device)"),
         ("MFU", f"{p.mfu:.1%}"),
     ]
-    right = [
+    right_column = [
         ("time", f"{_with_interval(d.wall_s_low, d.wall_s, d.wall_s_high)} for {format_count(d.tokens)} tokens"),
         ("cost", money),
         ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
     ]
-    devices, whose = plural(plan.layout.devices, "device"), ""
+    devices, prefix = plural(plan.layout.devices, "device"), ""
     if plan.sites is not None:
         first = plan.sites.sites[0].name
         devices = f"{plural(sum(site.devices for site in plan.sites.sites), 'device')} at {len(plan.sites.sites)} sites"
-        whose = f"step, layout, memory and failures of site {first}: "
-        left[1] = ("tokens/s", f"{format_count(plan.sites.row.prediction.tokens_per_s)} at all sites")
+        prefix = f"step, layout, memory and failures of site {first}: "
+        left_column[1] = ("tokens/s", f"{format_count(plan.sites.row.prediction.tokens_per_s)} at all sites")
     head = [
         f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} ({devices})",
-        f"{whose}{plan.layout.name}",
+        f"{prefix}{plan.layout.name}",
         *_simpler_lines(plan),
         "",
     ]
-    return head + [f"  {a:<9}{b:<38}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
+    return head + [
+        f"  {a:<9}{b:<38}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left_column, right_column, strict=True)
+    ]
 
 
 def _simpler_lines(plan: Plan) -> list[str]:
-    """What was passed over for being faster on paper only."""
+    """Return a note on a faster layout that was passed over, as its lead is only predicted; empty if there is none."""
     s = plan.search
     if s.fastest == plan.layout:
         return []
@@ -105,7 +107,7 @@ def _simpler_lines(plan: Plan) -> list[str]:
 
 
 def _with_interval(low_s: float, middle_s: float, high_s: float) -> str:
-    """A duration and its interval in one unit, as `58.0 days (45.1 to 76.3)`."""
+    """Return a duration and its interval in one unit, such as `58.0 days (45.1 to 76.3)`."""
     middle = format_seconds(middle_s)
     if not low_s < high_s:
         return middle
@@ -115,10 +117,10 @@ def _with_interval(low_s: float, middle_s: float, high_s: float) -> str:
 
 
 def _derived_lines(plan: Plan) -> list[str]:
-    """What the figures above rest on, and values that nobody wrote into the job, with their reason."""
+    """Return the assumptions behind the numbers above, and derived values with their reasons."""
     lines = [_assumptions_line(plan)]
-    if told := describe_parametrization(plan.job):
-        lines.append(told)
+    if scaling := describe_parametrization(plan.job):
+        lines.append(scaling)
     if isinstance(plan.job.data.tokens, str):
         lines.append(
             f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "
@@ -127,16 +129,16 @@ def _derived_lines(plan: Plan) -> list[str]:
     if plan.calibration:
         scalars = ", ".join(f"{name} ×{value:.3g}" for name, value in plan.calibration.scalars.items())
         lines.append(f"calibrated with {plan.calibration.file}: {scalars}")
-    return [part for line in lines for part in _wrap_line(line)]
+    return [wrapped for line in lines for wrapped in _wrap_line(line)]
 
 
 def _assumptions_line(plan: Plan) -> str:
-    """Whose speed, whose price and whose failures: another framework or price gives another step and another bill."""
+    """Return the line that states the assumed framework, price and failure rate, on which step time and cost depend."""
     price = "price unknown"
     if plan.bill.usd_per_device_hour:
         low, middle, high = plan.bill.usd_per_device_hour
-        between = f" ({low:,.2f} to {high:,.2f})" if low < high else ""
-        price = f"${middle:,.2f} per device-hour{between}"
+        price_range = f" ({low:,.2f} to {high:,.2f})" if low < high else ""
+        price = f"${middle:,.2f} per device-hour{price_range}"
     return (
         f"assumptions: speed and memory use of framework {plan.job.parallel.framework}, {price}, "
         f"{plan.reliability.failures_per_host_day:.2g} failures per host and day"
@@ -172,23 +174,23 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _lean_notes(plan: Plan) -> list[str]:
-    """What the step never holds whole, where that is counted."""
+    """Return notes on large tensors that the step never holds whole, where the plan counts them."""
     job, layout = plan.job, plan.layout
     if not trains_with_phalanx(job):
         return []
-    held = memory_profile(job, MemoryProfile(), on_cpu=plan.cluster.accelerator.family == "cpu")
+    profile = memory_profile(job, MemoryProfile(), on_cpu=plan.cluster.accelerator.family == "cpu")
     tokens = layout.micro_batch * job.data.sequence // layout.context
     notes = []
-    if held.chunked_loss and drops_logits(tokens, job.model.vocab, tensor=layout.tensor, pipeline=layout.pipeline):
-        part = int(loss_chunk(tokens, job.model.vocab))
+    if profile.chunked_loss and drops_logits(tokens, job.model.vocab, tensor=layout.tensor, pipeline=layout.pipeline):
+        chunk = int(loss_chunk(tokens, job.model.vocab))
         notes.append(
-            f"logits of {part:,} of {tokens:,} tokens at a time"
-            if part < tokens
+            f"logits of {chunk:,} of {tokens:,} tokens at a time"
+            if chunk < tokens
             else "logits become their gradient in place"
         )
-    kept = layout.recompute != "none" or layout.precision == "fp8" or job.model.is_moe
+    keeps_product = layout.recompute != "none" or layout.precision == "fp8" or job.model.is_moe
     drops = drops_product(tokens, job.model.ffn, tensor=layout.tensor, splits_backward=splits_backward(layout))
-    if held.dropped_product and not kept and drops:
+    if profile.dropped_product and not keeps_product and drops:
         notes.append("backward makes the product of each MLP again")
     return notes
 
@@ -215,16 +217,16 @@ def _mapping_lines(plan: Plan) -> list[str]:
 
 
 def format_amount(value: float) -> str:
-    """A count that may be far below one."""
+    """Return a count as text, including counts far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
 
 
 def _alternative_lines(alternatives: Sequence[Alternative]) -> list[str]:
     lines = []
-    for one in alternatives:
-        lines += _wrap_line(f"{one.idea}: {one.layout.short}")
-        pace = f"{format_seconds(one.step_s)} ({one.slower:+.1%})"
-        lines += [f"  {line}" for line in _wrap_line(f"{pace}: {one.reason}; {one.wins_if}", WIDTH - 6)]
+    for alternative in alternatives:
+        lines += _wrap_line(f"{alternative.idea}: {alternative.layout.short}")
+        pace = f"{format_seconds(alternative.step_s)} ({alternative.slower:+.1%})"
+        lines += [f"  {line}" for line in _wrap_line(f"{pace}: {alternative.reason}; {alternative.wins_if}", WIDTH - 6)]
     return lines
 
 
@@ -232,26 +234,26 @@ def _pareto_lines(plan: Plan, top: int) -> list[str]:
     if len(plan.pareto) < 2:
         return []
     rows = [("devices", "step", "training", "cost", "memory", "layout")]
-    for one in _pareto_choice(plan, max(2, top)):
-        money = format_money(one.usd) if one.usd is not None else "-"
+    for point in _pareto_choice(plan, max(2, top)):
+        money = format_money(point.usd) if point.usd is not None else "-"
         rows.append(
-            (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s), money,
-             format_bytes(one.memory_bytes), one.layout.short)
+            (f"{point.devices:,}", format_seconds(point.step_s), format_seconds(point.training_s), money,
+             format_bytes(point.memory_bytes), point.layout.short)
         )  # fmt: skip
     notes = ["training time and cost without failures and spare hosts"]
-    if all(one.layout != plan.layout for one in plan.pareto):
+    if all(point.layout != plan.layout for point in plan.pareto):
         notes.append("the chosen layout is not on the front: it is slightly slower and simpler")
     return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap_line("; ".join(notes))]
 
 
 def _pareto_choice(plan: Plan, top: int) -> list[ParetoPoint]:
-    """The fastest of each device count first, then the next ones in turn, at most `top`."""
-    counts = sorted({one.devices for one in plan.pareto}, reverse=True)
-    queues = [[one for one in plan.pareto if one.devices == count] for count in counts]
-    picked: list[ParetoPoint] = []
-    while len(picked) < top and any(queues):
-        picked += [queue.pop(0) for queue in queues if queue][: top - len(picked)]
-    return sorted(picked, key=lambda one: (-one.devices, one.step_s))
+    """Return the fastest point of each device count, then the next ones in turn, at most `top`."""
+    counts = sorted({point.devices for point in plan.pareto}, reverse=True)
+    queues = [[point for point in plan.pareto if point.devices == count] for count in counts]
+    points: list[ParetoPoint] = []
+    while len(points) < top and any(queues):
+        points += [queue.pop(0) for queue in queues if queue][: top - len(points)]
+    return sorted(points, key=lambda point: (-point.devices, point.step_s))
 
 
 def _failure_lines(plan: Plan) -> list[str]:
@@ -272,11 +274,11 @@ def _failure_lines(plan: Plan) -> list[str]:
         "on 99% of days)",
         *(_loss_lines(plan, r.replica_loss) if r.replica_loss is not None else []),
     ]
-    return [part for line in lines for part in _wrap_line(line)]
+    return [wrapped for line in lines for wrapped in _wrap_line(line)]
 
 
 def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
-    """Both ways on after a lost rank, with what each costs."""
+    """Return the lines on both recoveries from a lost rank, with the cost of each."""
     rebuild, leave_out = loss.rebuild, loss.leave_out
     chosen = plan.job.fault.on_loss
     if loss.break_even_per_day is None:
@@ -287,7 +289,7 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
             f"leaving out {'pays' if pays else 'does not pay'} here: it loses less from {loss.break_even_per_day:.2g} "
             "failures per day on"
         )
-    refused = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
+    refusal = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
     return [
         f"a lost rank, of {loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')} "
         f'(fault.on_loss = "{chosen}"):',
@@ -297,12 +299,12 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
         f"{format_seconds(leave_out.slow_s)} with a replica less, {format_count(leave_out.lost_tokens)} tokens lost; "
         f"adds at most {format_seconds(loss.exchange_s)} to each step, as replicas sum gradients after backward",
         verdict,
-        *([refused] if refused else []),
+        *([refusal] if refusal else []),
     ]
 
 
 def _rate_range(r: Reliability) -> list[str]:
-    """Whose rate it is, and how far others' lie from it; nothing of a plan that is older than this."""
+    """Return the source of the failure rate and its spread over sites; empty for a plan older than these fields."""
     if not r.rate_source:
         return []
     if r.failures_per_host_day_interval is None:
@@ -335,27 +337,29 @@ def _bill_lines(plan: Plan) -> list[str]:
     ]
     if b.usd and b.usd_per_device_hour:
         low, middle, high = b.usd
-        rate = " / ".join(f"{one:.2f}" for one in dict.fromkeys(b.usd_per_device_hour))
+        rate = " / ".join(f"{price:.2f}" for price in dict.fromkeys(b.usd_per_device_hour))
         ends = (
             "lowest price and fastest run to highest price and slowest"
             if len(set(b.usd_per_device_hour)) > 1
             else "80%"
         )
-        span = f" ({format_money(low)} to {format_money(high)}: {ends})" if low < high else ""
-        lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spare hosts included; {b.price_source}")
+        range_text = f" ({format_money(low)} to {format_money(high)}: {ends})" if low < high else ""
+        lines.append(
+            f"{format_money(middle)}{range_text} at ${rate} per device-hour, spare hosts included; {b.price_source}"
+        )
     else:
         lines.append(b.price_source)
-    return [part for line in (*lines, *_energy_lines(b)) for part in _wrap_line(line)]
+    return [wrapped for line in (*lines, *_energy_lines(b)) for wrapped in _wrap_line(line)]
 
 
 def _energy_lines(b: Bill) -> list[str]:
     if b.kwh is None or b.kgco2e is None or b.kwh_interval is None or b.watts_per_device is None:
         return [f"energy and carbon: {b.power_source}"]
     low, high = b.kwh_interval
-    span = f" ({format_amount(low)} to {format_amount(high)})" if low < high else ""
+    range_text = f" ({format_amount(low)} to {format_amount(high)})" if low < high else ""
     watts = f"{b.watts_per_device:.0f} W per device, PUE {b.pue:g} ({b.power_source})"
     return [
-        f"{format_amount(b.kwh)} kWh{span}: {watts}",
+        f"{format_amount(b.kwh)} kWh{range_text}: {watts}",
         f"{format_amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})",
     ]
 
@@ -372,19 +376,19 @@ def _wrap_line(text: str, width: int = WIDTH - 4) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-# Several plans side by side: what differs, and by how much against the first.
+# A comparison of several plans: the values that differ, and by how much from the first.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDifference:
-    """One line of a comparison; `ratios` are against the first plan, empty for words."""
+    """One line of a comparison; `ratios` are relative to the first plan, and empty for text."""
 
     name: str
     shown: tuple[str, ...]
     ratios: tuple[float, ...] = ()
 
 
-# Label -> (the number, how it is written); None where a plan has none.
+# Label -> (the number, its format); the number is None where a plan has none.
 NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]] = {
     "devices": (lambda p: p.layout.devices, lambda v: f"{v:,.0f}"),
     "step": (lambda p: p.prediction.step_s, format_seconds),
@@ -411,7 +415,7 @@ INTERVALS: dict[str, Callable[[Plan], str]] = {
 
 
 def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[PlanDifference, ...]:
-    """Names (of the files, if given), layouts and the settings that differ, then every number."""
+    """Compare the names (of the files, if given), layouts and settings that differ, then every number."""
     rows = [
         *([PlanDifference(name="file", shown=tuple(names))] if names else []),
         PlanDifference(name="job", shown=tuple(plan.job.name for plan in plans)),
@@ -432,27 +436,27 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[Pla
 
 
 def _number_difference(name: str, plans: Sequence[Plan]) -> PlanDifference:
-    read, written = NUMBERS[name]
-    values = [read(plan) for plan in plans]
+    get, format_value = NUMBERS[name]
+    values = [get(plan) for plan in plans]
     first = values[0]
-    shown = tuple("unknown" if value is None else written(value) for value in values)
+    shown = tuple("unknown" if value is None else format_value(value) for value in values)
     if not first or any(value is None for value in values):
         return PlanDifference(name=name, shown=shown)
     return PlanDifference(name=name, shown=shown, ratios=tuple((value or 0.0) / first for value in values))
 
 
 def comparison_text(differences: Sequence[PlanDifference]) -> str:
-    """A table; beside each number after the first, how it compares."""
+    """Return the comparison as a table; each number after the first has its difference from the first."""
     rows = []
-    for one in differences:
-        cells = [one.name]
-        for index, text in enumerate(one.shown):
-            ratio = one.ratios[index] if one.ratios and index else 1.0
+    for difference in differences:
+        cells = [difference.name]
+        for index, text in enumerate(difference.shown):
+            ratio = difference.ratios[index] if difference.ratios and index else 1.0
             cells.append(text if ratio == 1.0 else f"{text} ({_change_text(ratio)})")
         rows.append(cells)
     return "\n".join(text_table(rows))
 
 
 def _change_text(ratio: float) -> str:
-    """A difference in percent, or as a factor where percents stop meaning anything."""
+    """Return a difference in percent, or as a factor where it is tenfold or more."""
     return f"{ratio - 1:+.1%}" if 0.1 < ratio < 10 else f"×{ratio:.3g}"

@@ -1,6 +1,7 @@
-"""What our trainer can run, asked before a process is started: by `plan`, `check` and `train` alike, without torch.
+"""Checks of what our trainer can run, before any process starts and without torch, for `plan`, `check`, `train`.
 
-`layout_problems` lists what is wrong with a layout of a model, `trainer_problems` everything a plan asks in vain.
+`layout_problems` lists what is wrong with a layout of a model; `trainer_problems` lists everything in a planned job
+that the trainer cannot do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COMPRESSIONS = ("none", "bf16", "fp8", "int8", "powersgd")  # phalanx.train.para
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What beside the layout changes whether a model can be trained so."""
+    """The settings besides the layout that decide whether a model can be trained this way."""
 
     layout: Layout
     sequence: int
@@ -32,7 +33,7 @@ class Demand:
 
 
 def layout_problems(shape: ModelShape, demand: Demand) -> list[Problem]:
-    """Every reason why the trainer cannot run this layout of this model; none when it can."""
+    """Return every reason why the trainer cannot run this layout of this model; empty if it can."""
     layout = demand.layout
     return [
         *model_problems(shape),
@@ -47,7 +48,7 @@ def layout_problems(shape: ModelShape, demand: Demand) -> list[Problem]:
 
 
 def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem]:
-    """Every reason why `phalanx train` cannot run a planned job; none when it can."""
+    """Return every reason why `phalanx train` cannot run a planned job; empty if it can."""
     demand = Demand(
         layout=layout,
         sequence=job.data.sequence,
@@ -66,7 +67,7 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
 
 
 def splits_backward(layout: Layout) -> bool:
-    """Whether the schedule computes gradients of inputs and of weights apart."""
+    """Return whether the schedule computes gradients of inputs and of weights separately."""
     return layout.pipeline > 1 and layout.schedule == "zero-bubble"
 
 
@@ -81,7 +82,7 @@ def _compile_problems(job: Job, layout: Layout) -> Iterator[Problem]:
 
 
 def leave_out_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[Problem]:
-    """Every reason why the trainer could not leave a lost model replica out, whether the job asks for that or not."""
+    """Yield every reason why the trainer could not leave a lost model replica out, whatever the job sets."""
     where, fix = "fault.on_loss", 'use on_loss = "rebuild"'
     if ModelReplicas.of(layout).count < 2:
         yield Problem(
@@ -104,7 +105,7 @@ def leave_out_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[P
             why="a replica that is left out is built again by new processes in its places",
             fix='use recovery = "auto" or "replace"',
         )
-    for has, what, why in (
+    for is_present, what, why in (
         (job.model.is_moe, "a model with experts", "routers are balanced, and experts exchanged, across replicas"),
         (job.numerics.reproducible, "numerics.reproducible", "a step without a replica has other bits"),
         (bool(job.model.module), "model.module", "buffers of a network of your own are exchanged across replicas"),
@@ -113,18 +114,18 @@ def leave_out_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[P
         (bool(job.plugins.data), "plugins.data", "an iterable cannot give the batch of a repeated step again"),
         (bool(job.plugins.optimizer), "plugins.optimizer", "its state cannot be handed to another process"),
     ):
-        if has:
+        if is_present:
             yield Problem(where=where, what=f'"leave-out" with {what}', why=why, fix=fix)
 
 
 def why_not_left_out(job: Job, layout: Layout, cluster: Cluster) -> str:
-    """A sentence beside the price of leaving out, where the trainer would refuse it; empty where it would not."""
-    found = list(leave_out_problems(job, layout, cluster))
-    return f"`phalanx train` refuses {found[0].what}: {found[0].why}" if found else ""
+    """Return why the trainer would refuse to leave a lost replica out, as a sentence; empty if it would not."""
+    problems = list(leave_out_problems(job, layout, cluster))
+    return f"`phalanx train` refuses {problems[0].what}: {problems[0].why}" if problems else ""
 
 
 def precision_problems(job: Job) -> list[Problem]:
-    """Formats that are planned but not trained."""
+    """Return the problems of precision formats that can be planned but not trained."""
     if job.precision.compute == "fp4":
         return [
             Problem(where="precision.compute", what="fp4 is planned but not trained", fix='use "fp8", "bf16" or "fp32"')
@@ -151,7 +152,7 @@ def precision_problems(job: Job) -> list[Problem]:
 
 
 def device_problems(cluster: Cluster) -> Iterator[Problem]:
-    """Devices that are planned and priced, and not trained on."""
+    """Yield the problem of devices that can be planned and priced, but not trained on."""
     if cluster.accelerator.family.startswith("tpu"):
         yield Problem(
             where=cluster.name,
@@ -162,8 +163,8 @@ def device_problems(cluster: Cluster) -> Iterator[Problem]:
 
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
-    """Every part of a model that the planner counts and the trainer has no layer for."""
-    if shape.module:  # a network of the user's own; the keys of the shape only tell its size
+    """Yield every part of a model that the planner counts but the trainer has no layer for."""
+    if shape.module:  # a custom network; the keys of the shape only describe its size
         return
     if shape.is_mla:
         yield Problem(
@@ -193,16 +194,20 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
 
 
 def attention_remarks(shape: ModelShape, sequence: int, *, ours: bool) -> Iterator[Problem]:
-    """What is planned (and trained, if `ours` is the trainer) otherwise than the model says, and is not refused."""
-    if shape.module or not 0 < shape.sliding_window < sequence:  # up to the window, full attention computes the same
+    """Yield remarks about attention that is planned differently from the model's definition, but not refused.
+
+    `ours` is true where our trainer trains it in the same way.
+    """
+    # Up to the window, full attention computes the same.
+    if shape.module or not 0 < shape.sliding_window < sequence:
         return
-    trained = "planned, and trained by `phalanx train`," if ours else "planned"
-    different = "beyond the window the trained model is not the published one, and " if ours else ""
+    verb = "planned, and trained by `phalanx train`," if ours else "planned"
+    difference = "beyond the window the trained model is not the published one, and " if ours else ""
     yield Problem(
         where="model.sliding_window",
-        what=f"{shape.name} has sliding-window attention over {shape.sliding_window:,} tokens; it is {trained} with "
+        what=f"{shape.name} has sliding-window attention over {shape.sliding_window:,} tokens; it is {verb} with "
         f"full attention over sequences of {sequence:,}",
-        why=f"{different}full attention takes longer",
+        why=f"{difference}full attention takes longer",
         fix=f"use data.sequence = {shape.sliding_window} or less, where both compute the same, or set "
         "model.sliding_window = 0 if you want full attention",
     )
@@ -233,21 +238,21 @@ def _tensor_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
 def _context_problems(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
     layout, length = demand.layout, demand.sequence
     if layout.context > 1 and length % (2 * layout.context):
-        fit = _largest_divisor(layout.context, length // 2) if length % 2 == 0 else 1
+        num_ranks = _largest_divisor(layout.context, length // 2) if length % 2 == 0 else 1
         yield Problem(
             where="parallel.context",
             what=f"a sequence of {length:,} tokens does not divide into 2 × {layout.context} slices",
             why="each context rank takes an early and a late slice, so that causal work is even",
-            fix=f"use {fit} context ranks, or data.sequence = {_round_up(length, 2 * layout.context):,}",
+            fix=f"use {num_ranks} context ranks, or data.sequence = {_round_up(length, 2 * layout.context):,}",
         )
     tokens = length // layout.context
     if layout.tensor > 1 and layout.sequence_parallel and tokens % layout.tensor:
-        whole = _round_up(length, 2 * layout.context * layout.tensor)
+        new_length = _round_up(length, 2 * layout.context * layout.tensor)
         yield Problem(
             where="parallel.sequence_parallel",
             what=f"{tokens:,} tokens per context rank do not divide over {layout.tensor} tensor ranks",
             why="sequence parallelism splits the tokens between the tensor ranks",
-            fix=f"use data.sequence = {whole:,}, or sequence_parallel = false",
+            fix=f"use data.sequence = {new_length:,}, or sequence_parallel = false",
         )
     heads = shape.heads // layout.tensor
     if layout.context > 1 and demand.context_kind == "ulysses" and heads % layout.context:
@@ -310,33 +315,35 @@ def _pipeline_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
 
 
 def _order_problems(job: Job, layout: Layout) -> Iterator[Problem]:
-    """An order of the user's own that no pipeline can run, or not this one."""
+    """Yield the problem of a custom pipeline order that no pipeline can run, or not this one."""
     orders = job.parallel.order
     if not orders or layout.pipeline == 1:
         return
-    make = "phalanx evolve schedules makes one for this job"
-    if wrong := order_mistake(orders):
-        yield Problem(where="parallel.order", what=wrong, fix=make)
+    make_fix = "phalanx evolve schedules makes one for this job"
+    if mistake := order_mistake(orders):
+        yield Problem(where="parallel.order", what=mistake, fix=make_fix)
     elif orders[0].count("F") != layout.accumulation:
         yield Problem(
             where="parallel.order",
             what=f"is for {orders[0].count('F')} micro-batches, a step has {layout.accumulation}",
-            fix=f"change batch.micro or batch.global_sequences; {make}",
+            fix=f"change batch.micro or batch.global_sequences; {make_fix}",
         )
 
 
 def _round_problems(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Problem]:
-    """Micro-batches that the schedule can order."""
-    plain = schedule == "1f1b" or (schedule == "interleaved" and chunks == 1)
+    """Yield the problem of micro-batches that the schedule cannot order."""
+    is_one_chunk = schedule == "1f1b" or (schedule == "interleaved" and chunks == 1)
     fix = "change batch.global_sequences, batch.micro or the number of data ranks"
-    in_rounds = schedule in ("interleaved", "zero-bubble") and not plain and not is_v_shaped(schedule, chunks)
-    if in_rounds and count % max(1, count // ranks):
-        near = count // ranks * ranks
+    works_in_rounds = (
+        schedule in ("interleaved", "zero-bubble") and not is_one_chunk and not is_v_shaped(schedule, chunks)
+    )
+    if works_in_rounds and count % max(1, count // ranks):
+        lower_count = count // ranks * ranks
         yield Problem(
             where="batch.micro",
             what=f"{count} micro-batches do not make whole rounds of {ranks} pipeline ranks",
             why=f'the "{schedule}" schedule works in rounds',
-            fix=f"use {near} or {near + ranks} micro-batches per step: {fix}",
+            fix=f"use {lower_count} or {lower_count + ranks} micro-batches per step: {fix}",
         )
 
 
@@ -406,13 +413,13 @@ def _reproducible_problems(demand: Demand) -> Iterator[Problem]:
     layout = demand.layout
     if not demand.reproducible:
         return
-    split = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline, "expert": layout.expert}
-    used = [f"{name} = {size}" for name, size in split.items() if size > 1]
-    used += [f"zero = {layout.zero}"] if layout.zero else []
-    if used:
+    sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline, "expert": layout.expert}
+    used_settings = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+    used_settings += [f"zero = {layout.zero}"] if layout.zero else []
+    if used_settings:
         yield Problem(
             where="numerics.reproducible",
-            what=f"the same bits on any number of ranks are not possible with {', '.join(used)}",
+            what=f"the same bits on any number of ranks are not possible with {', '.join(used_settings)}",
             why="only sums over micro-batches have an order that no number of ranks changes",
             fix='set them to 1 (zero = 0), or parallel.mode = "fixed", which leaves them so',
         )
@@ -451,7 +458,7 @@ def _precision_problems(demand: Demand) -> Iterator[Problem]:
 
 
 def _largest_divisor(ranks: int, *counts: int) -> int:
-    """The largest number up to `ranks` that divides all counts."""
+    """Return the largest number up to `ranks` that divides all counts."""
     return max(n for n in range(1, ranks + 1) if all(count % n == 0 for count in counts))
 
 

@@ -1,1 +1,1 @@
-"""The training specification as rules a program checks, and what they say of a job, a plan or a run."""
+"""The training specification: rules that a program checks against a job, a plan or a run."""

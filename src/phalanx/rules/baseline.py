@@ -1,4 +1,4 @@
-"""A baseline: findings that a project knows. They are counted; only what is new fails."""
+"""A baseline file: findings that a project already knows, so that `phalanx check` fails only on new ones."""
 
 from __future__ import annotations
 
@@ -21,46 +21,49 @@ KNOWN = "known: in the baseline"
 
 
 def fingerprints(report: CheckReport, root: str) -> dict[int, str]:
-    """Index of a finding that fails -> its fingerprint, of rule, file and setting: a moved line changes nothing."""
-    seen: Counter[str] = Counter()
+    """Map the index of each failing finding to its fingerprint, of rule, file and setting.
+
+    A moved line does not change the fingerprint.
+    """
+    repeats: Counter[str] = Counter()
     return {
-        number: finding_fingerprint(one, root, seen)
-        for number, one in enumerate(report.findings)
-        if one.verdict == "fail" and one.severity != "info"
+        number: finding_fingerprint(finding, root, repeats)
+        for number, finding in enumerate(report.findings)
+        if finding.verdict == "fail" and finding.severity != "info"
     }
 
 
 def write_baseline(path: Path, reports: Sequence[CheckReport]) -> int:
-    """Write what fails now; returns how many findings."""
-    root, known = str(resolve_path(path).parent), {}
+    """Write the fingerprints of all failing findings; returns their number."""
+    root, findings = str(resolve_path(path).parent), {}
     for report in reports:
-        for number, mark in fingerprints(report, root).items():
-            one = report.findings[number]
-            # For the reader of a diff; the fingerprint alone decides.
-            known[mark] = {
-                "rule": one.rule.id,
-                "file": relative_path(one.file, root),
-                "what": one.outcome.what[:200],
+        for number, fingerprint in fingerprints(report, root).items():
+            finding = report.findings[number]
+            # The values help a person who reads a diff; only the fingerprint is compared.
+            findings[fingerprint] = {
+                "rule": finding.rule.id,
+                "file": relative_path(finding.file, root),
+                "what": finding.outcome.what[:200],
             }
-    ordered = dict(sorted(known.items(), key=lambda item: (item[1]["file"], item[1]["rule"], item[0])))
+    ordered = dict(sorted(findings.items(), key=lambda item: (item[1]["file"], item[1]["rule"], item[0])))
     write_text(path, json_text({"schema": SCHEMA, "findings": ordered}, indent=1) + "\n", fix="name another --baseline")
     return len(ordered)
 
 
 def read_baseline(path: Path) -> frozenset[str]:
-    """Fingerprints of the findings that are known; raises UserError for what is no baseline."""
+    """Return the fingerprints in a baseline file; raises UserError when the file is not a baseline."""
     data: Any = read_json(path)
     findings = data.get("findings") if isinstance(data, dict) and data.get("schema") == SCHEMA else None
     if not isinstance(findings, dict):
         raise mistake(str(path), "is not a baseline", fix="write one: phalanx check . --baseline FILE --write-baseline")
-    return frozenset(str(one) for one in findings)
+    return frozenset(str(fingerprint) for fingerprint in findings)
 
 
 def without_known(report: CheckReport, known: frozenset[str], *, baseline: Path) -> CheckReport:
-    """The report with known findings as waived ones."""
-    marks = fingerprints(report, str(resolve_path(baseline).parent))
+    """Return the report with findings of the baseline marked as waived."""
+    fingerprint_of = fingerprints(report, str(resolve_path(baseline).parent))
     findings = [
-        replace(one, verdict="waived", reason=KNOWN) if marks.get(number) in known else one
-        for number, one in enumerate(report.findings)
+        replace(finding, verdict="waived", reason=KNOWN) if fingerprint_of.get(number) in known else finding
+        for number, finding in enumerate(report.findings)
     ]
     return replace(report, findings=tuple(findings))

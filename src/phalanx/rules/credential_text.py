@@ -1,6 +1,6 @@
-"""Whether a text gives a credential away: well-known forms, and words of much entropy beside a name that asks for one.
+"""Detection of credentials in text: well-known key formats, and high-entropy words after a name such as "token".
 
-Digests, hashes and run names are no credentials: entropy alone accuses nobody.
+Digests, hashes and run names are not credentials, so high entropy alone is not enough.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _EMPTY = re.compile(r"\[\w+\]|\*+|<.*>|\$.*|\{.*|none|null|true|false|redacted|x+|\.+", re.IGNORECASE)
-LEAST_BITS = 3.5  # of entropy per character; English words in a row have less, random letters and digits more
+# Bits of entropy per character: English words in a row have less, random letters and digits have more.
+LEAST_BITS = 3.5
 MOST_TEXT = 10_000  # characters that are matched at once
 
 
 def is_secret(text: str) -> bool:
-    """Whether a line looks as if it gave away a credential.
+    """Return whether a line appears to contain a credential.
 
     >>> is_secret("cloning https://me:hunter2@host/x"), is_secret("tokens=4096 digest 9f86d081884c7d659a2feaa0c55ad015")
     (True, False)
@@ -40,16 +41,18 @@ def is_secret(text: str) -> bool:
     if _FORMS.search(text):
         return True
     for match in _PASSWORD.finditer(text):
-        is_value = "=" in match.group(0) or match.group(1)  # "password: required" is a sentence
+        # "password: required" is a sentence.
+        is_value = "=" in match.group(0) or match.group(1)
         if is_value and not _EMPTY.fullmatch(match.group(2)):
             return True
     return any(_is_random(match.group(1)) for match in _NAMED.finditer(text))
 
 
 def _is_random(word: str) -> bool:
-    """Letters and digits without an order, as keys are; a path, a version or a sentence is not."""
+    """Return whether a word mixes letters and digits at random, as keys do; paths, versions and sentences do not."""
     if _EMPTY.fullmatch(word) or not re.search(r"\d", word) or not re.search(r"[A-Za-z]", word) or word.count("/") > 1:
         return False
     counts = Counter(word)
     bits = -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values())
+    # A short word cannot reach LEAST_BITS: its entropy is at most log2 of its length.
     return bits >= min(LEAST_BITS, 0.85 * math.log2(len(word)))

@@ -1,4 +1,4 @@
-"""One rule: its page, and what it says of a target, with the formula and the limits that hold there."""
+"""Explanation of one rule: its page and, for a target, its findings with the formula and the limits that apply."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MOST_TEXT = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Explanation:
-    """A rule's page, before it what the rule says of a target; `str()` is what `phalanx explain` prints."""
+    """A rule's page, preceded by its findings on a target; `str()` is the output of `phalanx explain`."""
 
     rule: Rule
     evidence: Evidence | None = None
-    limits: Limits = field(default_factory=lambda: Limits(values={}))  # those that hold for the target
+    limits: Limits = field(default_factory=lambda: Limits(values={}))  # those that apply to the target
     findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
@@ -44,11 +44,14 @@ class Explanation:
         return text_as_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, as `phalanx explain --json` prints it."""
-        statement: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
+        """Return the JSON form, as `phalanx explain --json` prints it."""
+        fields: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
         if self.evidence is not None:
-            statement |= {"limits": dict(self.limits.values), "findings": [finding_dict(one) for one in self.findings]}
-        return {**statement, "sections": rule_sections(self.rule)}
+            fields |= {
+                "limits": dict(self.limits.values),
+                "findings": [finding_dict(finding) for finding in self.findings],
+            }
+        return {**fields, "sections": rule_sections(self.rule)}
 
 
 def explain(
@@ -61,35 +64,37 @@ def explain(
     today: date | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """The page of a rule, by id or slug; with a target, also what the rule says of it.
+    """Return the page of a rule, by id or slug; with a target, also the rule's findings on it.
 
-    `rules`, `allow_code` and `request` are as for `check`. Raises UserError for a name that is no rule.
+    `rules`, `allow_code` and `request` are as for `check`. Raises UserError for a name that is not a rule.
     """
-    given = (rules,) if isinstance(rules, str) else rules
-    own = collect_own_rules([*given, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
+    sources = (rules,) if isinstance(rules, str) else rules
+    own_rules = collect_own_rules([*sources, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
     name = rule.id if isinstance(rule, Rule) else rule
     if what is None:
-        return Explanation(rule=find_rule(name, own.rules))
-    if not allow_code:  # else the job may bring the rule
-        find_rule(name, own.rules)  # first: a misspelt name should not cost the reading of a log
+        return Explanation(rule=find_rule(name, own_rules.rules))
+    # With consent to run code, the job may define the rule.
+    if not allow_code:
+        # Before the evidence is gathered: a misspelt name must not cost the reading of a log.
+        find_rule(name, own_rules.rules)
     evidence = evidence_of(what, request or Request(), today=today, progress=progress)
-    own = own_rules_of(evidence, own.rules, allow_code=allow_code)
-    return explain_evidence(find_rule(name, own.rules), evidence)
+    own_rules = own_rules_of(evidence, own_rules.rules, allow_code=allow_code)
+    return explain_evidence(find_rule(name, own_rules.rules), evidence)
 
 
 def explain_evidence(rule: Rule, evidence: Evidence) -> Explanation:
-    """Judge one rule; its waivers count as in a check."""
+    """Judge one rule on the evidence; waivers count as in a check."""
     report = check_evidence(evidence, select=rule.id, rules=(rule,) if rule.origin else ())
-    mine = tuple(one for one in report.findings if one.rule.id == rule.id)
-    return Explanation(rule=rule, evidence=evidence, limits=limits_of(rule, evidence), findings=mine)
+    findings = tuple(finding for finding in report.findings if finding.rule.id == rule.id)
+    return Explanation(rule=rule, evidence=evidence, limits=limits_of(rule, evidence), findings=findings)
 
 
 def target_section(found: Explanation) -> str:
-    """What the rule says of the target, in Markdown: the first part of the page."""
+    """Return the first part of the page, in Markdown: the rule's findings on the target."""
     assert found.evidence is not None
     lines = [f"# {found.rule.id} on {found.evidence.target}", ""]
-    for one in found.findings:
-        lines += [*_finding_lines(one, found.evidence.usd), ""]
+    for finding in found.findings:
+        lines += [*_finding_lines(finding, found.evidence.usd), ""]
     devices = plural(found.evidence.devices, "device")
     size = f"{found.evidence.profile.name}, {devices}, class {found.evidence.scaling.name}"
     lines += [f"Limits for {size}:", ""] if found.limits.values else []

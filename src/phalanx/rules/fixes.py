@@ -1,4 +1,4 @@
-"""Which edits fix a job, and how they are written into its file: values change, comments, order and spaces stay."""
+"""Edits that fix a job, and writing them into its file: values change; comments, order and spaces stay."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ BOM = "\ufeff"
 
 
 def edited_text(text: str, edits: Sequence[Edit], *, where: str) -> str:
-    """The text with every edit in it; raises UserError when anything else would change with it."""
-    mark, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
+    """Return the text with every edit applied; raises UserError when anything else would change with it."""
+    bom, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     result = body
     for edit in edits:
         result = _put_value(result, edit, where)
     _prove_edit(body, result, edits, where)
-    return mark + result
+    return bom + result
 
 
 def _put_value(text: str, edit: Edit, where: str) -> str:
-    """One value: replaced where it stands, else written after the last key of its section."""
+    """Replace one value in place, or add the key after the last key of its section."""
     section, _, name = edit.key.rpartition(".")
     document = _parse_toml(_without_partner(text, edit.key, where), where)
     table: Any = document
@@ -60,13 +60,14 @@ def _parse_toml(text: str, where: str) -> tomlkit.TOMLDocument:
         document = tomlkit.parse(text)
     except (TOMLKitError, ValueError, RecursionError) as error:
         raise _refused_edit(where, f"the editor cannot read it: {str(error)[:200]}") from error
+    # Only a file that survives the round trip unchanged may be edited.
     if tomlkit.dumps(document) != text:
         raise _refused_edit(where, "the editor would change its layout")
     return document
 
 
 def _without_partner(text: str, key: str, where: str) -> str:
-    """Of two keys that say the same, as global_tokens and global_sequences, the file gives one."""
+    """Drop the other key of a pair that excludes it, such as global_tokens of global_sequences."""
     document: Any = _parse_toml(text, where)
     for pair in EXCLUSIVE:
         if key in pair:
@@ -91,21 +92,24 @@ def _append_section(text: str, section: str, line: str) -> str:
 
 
 def _insert_line(text: str, section: str, line: str) -> str:
-    """A new line after the last key of a section; empty where it has no lines of its own, as an inline table."""
+    """Insert a line after the last key of a section.
+
+    Returns an empty text where the section has no lines that can take it, such as an inline table.
+    """
     numbers = key_lines(text)
     rows = text.splitlines(keepends=True)
     first = numbers.get((section,), 0) if section else 0
     if section and not re.match(rf"\s*\[\s*{re.escape(section)}\s*\]", rows[first - 1] if first else ""):
         return ""
     depth = 2 if section else 1
-    own = [
+    section_lines = [
         number
         for path, number in numbers.items()
         if len(path) == depth and path[: depth - 1] == ((section,) if section else ())
     ]
-    # a line that is TOML by itself holds a whole key and value, and no header
-    whole = [number for number in own if _is_pair(rows[number - 1])]
-    after = max(whole, default=first)
+    # A line that is TOML by itself holds a whole key and value, and no header.
+    pair_lines = [number for number in section_lines if _is_pair(rows[number - 1])]
+    after = max(pair_lines, default=first)
     if not after:
         return ""
     end = _line_end(text)
@@ -126,27 +130,27 @@ def _line_end(text: str) -> str:
 
 
 def _prove_edit(before: str, after: str, edits: Sequence[Edit], where: str) -> None:
-    """The edited text says what it said, except for the edited keys."""
+    """Raise UserError unless only the edited keys differ between the two texts."""
     old, new = (_table_leaves(tomllib.loads(text)) for text in (before, after))
     allowed = {edit.key for edit in edits}
     partners = {pair[1 - pair.index(key)] for key in allowed for pair in EXCLUSIVE if key in pair}
     changed = {key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)}
-    wrong = sorted(changed - allowed - partners)
+    unwanted = sorted(changed - allowed - partners)
     missing = [edit.key for edit in edits if new.get(edit.key) != edit.value]
-    if wrong or missing:
-        raise _refused_edit(where, f"{', '.join(wrong or missing)} would not come out as meant")
+    if unwanted or missing:
+        raise _refused_edit(where, f"{', '.join(unwanted or missing)} would not come out as meant")
 
 
 def _table_leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; a list is one value."""
-    found: dict[str, Any] = {}
+    """Return values by dotted key; a list is one value."""
+    leaves: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            found |= _table_leaves(value, f"{name}.")
+            leaves |= _table_leaves(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            leaves[name] = value
+    return leaves
 
 
 def _refused_edit(where: str, what: str) -> UserError:
@@ -154,7 +158,7 @@ def _refused_edit(where: str, what: str) -> UserError:
 
 
 def unified_difference(before: str, after: str, *, name: str) -> str:
-    """A unified diff, as `patch` reads it; empty when nothing differs."""
+    """Return a unified diff, as `patch` reads it; empty when the texts are equal."""
     rows = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
     )
@@ -162,15 +166,17 @@ def unified_difference(before: str, after: str, *, name: str) -> str:
 
 
 def read_exactly(path: Path) -> str:
-    """The text with its own line ends and mark of byte order; raises UserError for what is no job file."""
-    read_text(path, noun="job file")  # small, regular, UTF-8
+    """Return the text with its line ends and byte order mark; raises UserError for a file that is not a job file."""
+    # Checks that the file is small, regular and UTF-8.
+    read_text(path, noun="job file")
     return path.read_bytes().decode("utf-8")
 
 
 def write_exactly(path: Path, before: str, after: str) -> None:
-    """Replace the file whole or not at all. A link stays a link, rights stay as they are."""
+    """Replace the file atomically. A link stays a link, and permissions are kept."""
     real = resolve_path(path)
     try:
+        # The file may have been edited since it was read.
         if real.read_bytes() != before.encode("utf-8"):
             raise mistake(str(path), "was changed by someone else in the meantime", fix="check it again")
         replace_bytes(real, after.encode("utf-8"), mode=real.stat().st_mode & 0o7777)
@@ -178,45 +184,48 @@ def write_exactly(path: Path, before: str, after: str) -> None:
         raise write_failure(path, error, needed_bytes=len(after.encode()), fix="--diff shows the change") from error
 
 
-# Which edits cure a job: those of its findings, tried together, without two rules that pull at the same key.
+# The choice of edits for a job: those of its findings, tried together; rules that want different values of a key get
+# none.
 
 
-MOST_ROUNDS = 5  # a cure may uncover the next finding; no chain of more than two is known
+# An edit may uncover the next finding; no chain of more than two is known.
+MOST_ROUNDS = 5
 
-Judge = Callable[[tuple[str, ...]], CheckReport]  # `--set` texts -> what the rules say of the job with them
+# `--set` texts -> the report on the job with them.
+Judge = Callable[[tuple[str, ...]], CheckReport]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """The edits that one finding asks for: taken whole or not at all."""
+    """The edits that one finding asks for: applied together or not at all."""
 
     rule: str
     edits: tuple[Edit, ...]
 
     @property
     def statement(self) -> str:
-        """For a person."""
+        """A phrase for a person that names the rule and its edits."""
         return f"{self.rule} asks for {', '.join(shown_setting(edit) for edit in self.edits)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFix:
-    """What is to be edited, and what was left alone and why."""
+    """The edits to make, and the reasons why other edits were not made."""
 
     remedies: tuple[Remedy, ...]
-    cured: int  # findings that are gone with them; a remedy of one rule may help another
+    cured: int  # findings that disappear with the edits; an edit of one rule may fix another
     left: tuple[str, ...] = ()
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """All edits; no key has two."""
+        """All edits; each key occurs once."""
         return tuple(edit for remedy in self.remedies for edit in remedy.edits)
 
 
 def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
-    """The edits after which no finding asks for one that is allowed; a fixed point, so that a second call finds none.
+    """Return the edits after which no finding asks for another allowed edit; a second call then finds none.
 
-    A key that two rules want to have different values is left alone: whoever mends it decides which rule to waive.
+    A key for which two rules want different values is not edited: the user has to decide which rule to waive.
     """
     chosen: list[Remedy] = []
     refused: dict[str, str] = {}  # key -> why it is left alone
@@ -233,7 +242,8 @@ def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
         if not new:
             break
         chosen = [*_without_replaced(chosen, new), *new]
-    else:  # they chase each other: better no edit than another one at every call
+    # The edits undo each other: no edit is better than a different one at every call.
+    else:
         chosen, report = [], first
         refused["*"] = f"the edits do not settle in {MOST_ROUNDS} rounds"
     cured = max(0, _count_broken(first) - _count_broken(report))
@@ -241,32 +251,39 @@ def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
 
 
 def _without_replaced(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
-    """What was chosen, less what its own rule wants otherwise now, as an interval whose optimum another edit moved."""
-    again = {edit.key for remedy in newer for edit in remedy.edits}
-    return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
+    """Return the chosen remedies, except those whose keys a newer remedy sets again.
+
+    An edit may move the optimum that an earlier edit had set, such as that of an interval.
+    """
+    new_keys = {edit.key for remedy in newer for edit in remedy.edits}
+    return [remedy for remedy in chosen if not any(edit.key in new_keys for edit in remedy.edits)]
 
 
 def _count_broken(report: CheckReport) -> int:
-    return sum(one.verdict == "fail" for one in report.findings)
+    return sum(finding.verdict == "fail" for finding in report.findings)
 
 
 def _wanted_remedies(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
-    """What the findings ask for, the worst first; of two that want the same key, the first."""
+    """Return the remedies that the findings ask for, the worst first; of two for the same key, the first."""
     wanted: list[Remedy] = []
-    taken = set(refused)
-    for one in report.problems:
-        edits = one.outcome.edits
-        if one.verdict == "fail" and edits and all((edit.safe or unsafe) and edit.key not in taken for edit in edits):
-            wanted.append(Remedy(rule=one.rule.id, edits=edits))
-            taken |= {edit.key for edit in edits}
+    used_keys = set(refused)
+    for finding in report.problems:
+        edits = finding.outcome.edits
+        if (
+            finding.verdict == "fail"
+            and edits
+            and all((edit.safe or unsafe) and edit.key not in used_keys for edit in edits)
+        ):
+            wanted.append(Remedy(rule=finding.rule.id, edits=edits))
+            used_keys |= {edit.key for edit in edits}
     return wanted
 
 
 def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
-    """Whether a key that one rule had set is wanted otherwise by another; it is refused from here on."""
+    """Return whether a rule wants another value for a key that another rule had set, and refuse such keys."""
     owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
-    asked = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
-    torn = {key: rule for key, rule in asked.items() if rule != owner[key]}
+    rule_of_key = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
+    torn = {key: rule for key, rule in rule_of_key.items() if rule != owner[key]}
     for key, rule in torn.items():
         refused[key] = f"{owner[key]} and {rule} want different values of {key}"
     return bool(torn)
@@ -274,25 +291,25 @@ def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refuse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RemedyTrial:
-    """How remedies are tried, and what the job was like before all of them."""
+    """A way to try remedies, and the report on the job before any of them."""
 
     judge: Judge
     first: CheckReport
     unsafe: bool
 
     def harm(self, report: CheckReport) -> str:
-        """What an edited job lacks that the job had; empty when it is no worse.
+        """Return what an edited job lacks that the job had; empty when it is no worse.
 
-        An error that a further edit cures is none: the next round takes it.
+        An error that a further allowed edit fixes does not count: the next round applies that edit.
         """
         if "P" in self.first.evidence and "P" not in report.evidence:
             return "with which the job can no longer be planned"
-        before = {one.rule.id for one in self.first.findings if _is_error(one)}
-        new = [one for one in report.findings if _is_error(one) and one.rule.id not in before]
+        before = {finding.rule.id for finding in self.first.findings if _is_error(finding)}
+        new = [finding for finding in report.findings if _is_error(finding) and finding.rule.id not in before]
         broken = [
-            one.rule.id
-            for one in new
-            if not one.outcome.edits or any(not (edit.safe or self.unsafe) for edit in one.outcome.edits)
+            finding.rule.id
+            for finding in new
+            if not finding.outcome.edits or any(not (edit.safe or self.unsafe) for edit in finding.outcome.edits)
         ]
         return f"which breaks {', '.join(dict.fromkeys(broken))}" if broken else ""
 
@@ -304,33 +321,35 @@ def _is_error(finding: Finding) -> bool:
 def _that_hold(
     trial: _RemedyTrial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
 ) -> list[Remedy]:
-    """Remedies with which the job can be read and no longer asks for them; the others are refused from here on."""
+    """Return the remedies after which the job loads and no longer asks for them; refuse the others."""
     if not wanted or not _trial_complaints(trial, [*chosen, *wanted], wanted):
         return list(wanted)
-    held: list[Remedy] = []
+    accepted: list[Remedy] = []
     for remedy in wanted:
-        if complaint := _trial_complaints(trial, [*chosen, *held, remedy], [remedy]):
+        if complaint := _trial_complaints(trial, [*chosen, *accepted, remedy], [remedy]):
             refused |= {edit.key: complaint for edit in remedy.edits}
         else:
-            held.append(remedy)
-    return held
+            accepted.append(remedy)
+    return accepted
 
 
 def _trial_complaints(trial: _RemedyTrial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
-    """Why the new remedies do not help; empty when they do."""
+    """Return why the new remedies do not help; empty when they do."""
     try:
         report = trial.judge(_override_texts(remedies))
     except UserError:
         return f"{new[0].statement}, with which the job cannot be read"
     if harm := trial.harm(report):
         return f"{new[0].statement}, {harm}"
-    again = [
+    repeated = [
         remedy
         for remedy in new
-        for one in report.findings
-        if one.verdict == "fail" and one.rule.id == remedy.rule and set(remedy.edits) & set(one.outcome.edits)
+        for finding in report.findings
+        if finding.verdict == "fail"
+        and finding.rule.id == remedy.rule
+        and set(remedy.edits) & set(finding.outcome.edits)
     ]
-    return f"{again[0].statement}, which does not cure it" if again else ""
+    return f"{repeated[0].statement}, which does not cure it" if repeated else ""
 
 
 def _override_texts(remedies: Sequence[Remedy]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""From a path to Evidence: a job file, a plan, a run folder, or another trainer's configuration."""
+"""Collection of the evidence for a path: a job file, a plan, a run folder, or another trainer's configuration."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts
     from phalanx.rules.foreign.convert import ConvertedConfig
 
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
-ROOMY = 1000.0  # times the memory of a device, where a layout that does not fit is judged all the same
-FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
+Progress = Callable[[int, int], None]  # bytes read, total bytes
+# Factor on a device's memory with which a layout that does not fit is planned, so that other rules can judge it.
+ROOMY = 1000.0
+FIRST_BYTES = 2**20  # of a JSON file, which must contain its schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the caller named beside the target."""
+    """The options of a check, in addition to the target."""
 
     overrides: tuple[str, ...] = ()
     cluster: str | Cluster | None = None
     profile: str | None = None
-    plan: Path | Plan | None = None  # of the job that is checked, in place of a new one
+    plan: Path | Plan | None = None  # the plan of the checked job, in place of a new one
     drills: tuple[Path, ...] = ()
-    look: bool = True  # at this machine, where the job runs on it
+    look: bool = True  # inspect this machine if the job runs on it
     parity: tuple[Path, Path] | None = None  # two runs, one in a narrow format
-    source: str = ""  # trainer a configuration is of, as "megatron"; empty recognises it
-    waivers: Path | None = None  # a file of [[waiver]] tables: for targets that are not ours to write into
+    source: str = ""  # the configuration's trainer, such as "megatron"; empty detects it
+    waivers: Path | None = None  # a file of [[waiver]] tables, for targets that cannot hold them
 
 
 def gather_evidence(
@@ -63,19 +64,19 @@ def gather_evidence(
     environ: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Evidence:
-    """All evidence about a target; raises UserError when it is nothing that can be checked."""
+    """Gather all evidence about a target; raises UserError when it is nothing that can be checked."""
     environ = dict(os.environ) if environ is None else environ
-    found = _of_target(target, request, today=today, environ=environ, progress=progress)
+    evidence = _of_target(target, request, today=today, environ=environ, progress=progress)
     if request.waivers is not None:
-        found = _with_waivers(found, request.waivers)
+        evidence = _with_waivers(evidence, request.waivers)
     if request.parity is None:
-        return found
+        return evidence
     first, second = (open_run(path) for path in request.parity)
-    return replace(found, parity=parity_of(first, second))
+    return replace(evidence, parity=parity_of(first, second))
 
 
 def _with_waivers(evidence: Evidence, path: Path) -> Evidence:
-    """The job's own are counted first, the others on from there."""
+    """Add the waivers of a file; their numbers continue after the job's own."""
     waivers, origins = load_waivers(path)
     first = len(evidence.all_waivers)
     lines = {}
@@ -103,12 +104,12 @@ def _of_target(
     if kind := request.source or trainer_of_file(path):
         return of_foreign(path, kind, request, today=today, environ=environ)
     resolved = load(path, overrides=request.overrides)
-    made = given_plan(request.plan, resolved) if request.plan is not None else None
-    return of_job(resolved, request, today=today, environ=environ, made=made)
+    plan = given_plan(request.plan, resolved) if request.plan is not None else None
+    return of_job(resolved, request, today=today, environ=environ, made=plan)
 
 
 def split_recipe(target: str) -> tuple[str, str]:
-    """A Python file and the recipe of it that is meant.
+    """Split a target into a Python file and the name of a recipe in it.
 
     >>> split_recipe("config_registry.py::llama3_8b"), split_recipe("job.toml")
     (('config_registry.py', 'llama3_8b'), ('job.toml', ''))
@@ -118,17 +119,22 @@ def split_recipe(target: str) -> tuple[str, str]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a target is a folder; raises UserError when it is not there at all."""
+    """Return whether a target is a folder; raises UserError when the path does not exist."""
     if path_exists(path):
         return is_folder(path)
-    what = unreachable(path) or "there is no such file or folder"
-    raise mistake(shown_path(path), what, fix="name a job file, a plan, or the folder of a run")
+    problem = unreachable(path) or "there is no such file or folder"
+    raise mistake(shown_path(path), problem, fix="name a job file, a plan, or the folder of a run")
 
 
 def refuse_extras(target: str, request: Request, noun: str) -> None:
-    """What was decided cannot be decided again; to say nothing would be to check something else than was asked."""
-    given = {"--set": request.overrides, "--cluster": request.cluster, "--plan": request.plan, "--from": request.source}
-    for option, value in given.items():
+    """Raise UserError for options that cannot change a plan or a run, rather than ignore them."""
+    options = {
+        "--set": request.overrides,
+        "--cluster": request.cluster,
+        "--plan": request.plan,
+        "--from": request.source,
+    }
+    for option, value in options.items():
         if value:
             raise mistake(
                 target, f"{option} does not change {noun}", why="its job is settled", fix="check the job file with it"
@@ -136,7 +142,7 @@ def refuse_extras(target: str, request: Request, noun: str) -> None:
 
 
 def _run_at(path: Path) -> Run:
-    """The run in a folder, also one that lost everything except its events."""
+    """Return the run in a folder, also one that has lost all files except its events."""
     try:
         return open_run(path)
     except UserError:
@@ -146,25 +152,27 @@ def _run_at(path: Path) -> Run:
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a file is a plan as `phalanx plan --out` writes it."""
+    """Return whether a file is a plan as `phalanx plan --out` writes it."""
     if path.suffix != ".json" or not is_file(path):
         return False
-    return b'"phalanx.plan/' in read_head(path, FIRST_BYTES)  # of one that cannot be read, the reader of jobs says why
+    # For a file that cannot be read, the reader of job files gives the reason.
+    return b'"phalanx.plan/' in read_head(path, FIRST_BYTES)
 
 
 def _plan_in(path: Path) -> Plan:
-    """The plan in a file; raises UserError when it is none, or one whose parts contradict each other."""
+    """Read the plan in a file; raises UserError when it is not a plan, or one whose parts contradict each other."""
     return require_coherent(Plan.from_dict(read_json(path), where=str(path)), str(path))
 
 
 def given_plan(given: Path | Plan, resolved: ResolvedJob) -> Plan:
-    """The plan in a file, or in hand; raises UserError when it is of another job."""
+    """Return the plan of a file or in memory; raises UserError when it belongs to another job."""
     plan = given if isinstance(given, Plan) else _plan_in(given)
     path = Path("plan.json") if isinstance(given, Plan) else given
-    # Sections whose values differ; waivers, profile and rules are the specification's own and change no plan.
+    # Sections whose values differ; waivers, profile and rules concern the specification only and do not change a
+    # plan.
     before, after = job_to_dict(plan.job), job_to_dict(resolved.job)
-    ours = ("waiver", "profile", "rules")
-    changed = [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
+    ignored = ("waiver", "profile", "rules")
+    changed = [key for key in {**before, **after} if key not in ignored and before.get(key) != after.get(key)]
     if changed:
         raise mistake(
             str(path),
@@ -184,7 +192,7 @@ def of_job(
     unmapped: tuple[Unmapped, ...] = (),
     made: Plan | None = None,
 ) -> Evidence:
-    """A job, planned where it can be; `made` is its plan where the caller has it already."""
+    """Return the evidence of a job, planned if possible; `made` is its plan if the caller already has it."""
     refusals: tuple[Problem, ...] = ()
     plan, cluster = made, made.cluster if made is not None else None
     if plan is None:
@@ -203,7 +211,7 @@ def of_job(
         plan=plan,
         refusals=refusals,
         host=_host_facts(request, cluster),
-        # Of our own trainer: of another one they say nothing.
+        # Drills are records of our own trainer and prove nothing about another one.
         drills=_drill_records(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
         unmapped=unmapped,
         data=_own_data(resolved) if practice is None else None,
@@ -212,7 +220,7 @@ def of_job(
 
 
 def _own_data(resolved: ResolvedJob) -> DataFacts | None:
-    """The folders of a job; one without any has its corpus built, or its data in code."""
+    """Return facts about the job's data folders; None where the corpus is built or the data comes from code."""
     paths = resolved.job.data.paths
     return folder_facts(paths, resolved.path.parent) if paths and is_file(resolved.path) else None
 
@@ -220,7 +228,7 @@ def _own_data(resolved: ResolvedJob) -> DataFacts | None:
 def _plan_job(
     resolved: ResolvedJob, request: Request, environ: dict[str, str]
 ) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
-    """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
+    """Return the plan or the reasons why there is none, and the cluster. Raises UserError for an unknown cluster."""
     if isinstance(request.cluster, Cluster):
         cluster = request.cluster
     else:
@@ -235,12 +243,13 @@ def _plan_job(
 def _plan_without_memory(
     resolved: ResolvedJob, cluster: Cluster, error: UserError, environ: dict[str, str]
 ) -> Plan | None:
-    """The plan of a fixed layout that does not fit, as if it did: MEM001 says that it does not, the others judge on.
+    """Plan a fixed layout that does not fit into memory as if it did, so that the other rules can judge it.
 
-    A free search is not repeated: it would choose a layout that nobody asked for.
+    MEM001 reports that it does not fit. A free search is not repeated: it would choose a layout that the user did
+    not request.
     """
     job = resolved.job
-    if job.parallel.mode != "fixed" or not any("does not fit" in one.what for one in error.problems):
+    if job.parallel.mode != "fixed" or not any("does not fit" in problem.what for problem in error.problems):
         return None
     device = cluster.accelerator
     roomy = replace(device, memory_bytes=max(1.0, device.memory_bytes) * ROOMY)
@@ -248,15 +257,19 @@ def _plan_without_memory(
         plan = cached_plan(resolved, replace(cluster, accelerator=roomy), environ=environ)
     except UserError:
         return None
+    # The plan's usable bytes are those of the enlarged device: scale them back.
     memory = replace(plan.memory, device_bytes=device.memory_bytes, usable_bytes=plan.memory.usable_bytes / ROOMY)
-    fitting = tuple(one for one in plan.alternatives if one.memory_bytes <= memory.usable_bytes)
+    fitting = tuple(alternative for alternative in plan.alternatives if alternative.memory_bytes <= memory.usable_bytes)
     return replace(plan, cluster=cluster, memory=memory, alternatives=fitting, pareto=())
 
 
 def of_plan(
     plan: Plan, request: Request, *, today: date, environ: dict[str, str], path: Path | None = None
 ) -> Evidence:
-    """A plan, from a file or in hand: the job is in it, without lines."""
+    """Return the evidence of a plan, from a file or in memory.
+
+    The job comes from the plan, so its keys have no lines.
+    """
     return Evidence(
         target=str(path) if path is not None else plan.job.name,
         job=plan.job,
@@ -274,14 +287,15 @@ def of_plan(
 def of_run(
     run: Run, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None = None
 ) -> Evidence:
-    """A run folder: its resolved job, its plan, and everything its ranks wrote."""
-    from phalanx.rules.log.stream import read_log  # not at the top: no job needs the readers of events
+    """Return the evidence of a run folder: its resolved job, its plan, and the events of all ranks."""
+    # Deferred: a check of a job does not need the event readers.
+    from phalanx.rules.log.stream import read_log
 
     return with_log(before_log(run, request, today=today, environ=environ), read_log(run, progress=progress))
 
 
 def before_log(run: Run, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
-    """What a run says without its events: settled when it began, so that a growing run asks for it once."""
+    """Return the evidence of a run without its events; it is fixed when the run starts, so it is read once."""
     damaged: dict[str, Problem] = {}
     resolved, plan = _job_of(run, damaged), _plan_of(run, damaged)
     job = resolved.job if resolved is not None else (plan.job if plan is not None else None)
@@ -304,7 +318,7 @@ def before_log(run: Run, request: Request, *, today: date, environ: dict[str, st
 
 
 def with_log(evidence: Evidence, log: LogFacts) -> Evidence:
-    """The evidence with what the ranks wrote; the size of the job is the one that ran."""
+    """Add the run log to the evidence; the scaling class is then that of the ranks that ran."""
     scaling = scaling_of(log.world) if log.world else evidence.scaling
     return replace(evidence, log=log, scaling=scaling)
 
@@ -312,7 +326,7 @@ def with_log(evidence: Evidence, log: LogFacts) -> Evidence:
 def _job_of(run: Run, damaged: dict[str, Problem]) -> ResolvedJob | None:
     try:
         return load(run.job_toml)
-    except UserError as error:  # an older run, or a damaged one: the plan may still have the job
+    except UserError as error:  # an older run, or a damaged one: the plan may still hold the job
         _note_damage(damaged, "J", run.job_toml, error)
         return None
 
@@ -326,16 +340,16 @@ def _plan_of(run: Run, damaged: dict[str, Problem]) -> Plan | None:
 
 
 def _note_damage(damaged: dict[str, Problem], letter: str, path: Path, error: UserError) -> None:
-    """A file that was never there is no damage."""
+    """Record that a file of the run cannot be used; a file that does not exist is not damaged."""
     if os.path.lexists(path):
         first = error.problems[0]
         where = first.where.removeprefix(f"{path.parent}{os.sep}")
-        what = f"cannot be used: {first.what}"
-        damaged[letter] = Problem(where=where, what=what, fix=f"put {path.name} back as phalanx train wrote it")
+        message = f"cannot be used: {first.what}"
+        damaged[letter] = Problem(where=where, what=message, fix=f"put {path.name} back as phalanx train wrote it")
 
 
 def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
-    """Another trainer's configuration, as far as the job schema has words for it."""
+    """Return the evidence of another trainer's configuration, as far as the job schema has keys for it."""
     from phalanx.rules.foreign.convert import convert_config
 
     if request.drills:
@@ -346,111 +360,120 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             fix="leave --drills out; a waiver may name what was drilled elsewhere",
         )
     if isinstance(request.cluster, Cluster):
-        what = f"cluster = {request.cluster.name[:60]!r} is of type Cluster"
-        raise mistake(str(path), what, fix='give a spec such as "8xH100:4", or a cluster file')
-    found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
-    recipe = next((one.partition("=")[2] for one in request.overrides if one.startswith("recipe=")), "")
+        problem = f"cluster = {request.cluster.name[:60]!r} is of type Cluster"
+        raise mistake(str(path), problem, fix='give a spec such as "8xH100:4", or a cluster file')
+    config = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
+    recipe = next((override.partition("=")[2] for override in request.overrides if override.startswith("recipe=")), "")
     target = f"{path}::{recipe}" if recipe and path.suffix == ".py" else str(path)
-    refusals = found.missing or _part_of_weights(found, path)
-    if refusals:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
-        cluster = resolve_cluster(found.cluster, base=path.parent) if found.cluster else None
+    refusals = config.missing or _part_of_weights(config, path)
+    # Placeholders fill in for model, batch or cluster: no plan may be made from them.
+    if refusals:
+        cluster = resolve_cluster(config.cluster, base=path.parent) if config.cluster else None
         return Evidence(
             target=target,
-            job=found.resolved.job,
-            practice=found.practice,
-            profile=_hardware_profile(request, found.resolved.job.profile, cluster),
-            scaling=scaling_of(max(1, found.devices)),
+            job=config.resolved.job,
+            practice=config.practice,
+            profile=_hardware_profile(request, config.resolved.job.profile, cluster),
+            scaling=scaling_of(max(1, config.devices)),
             today=today,
-            origins=found.resolved.origins,
+            origins=config.resolved.origins,
             job_file=str(path),
             refusals=refusals,
-            devices_said=found.devices,
-            their_keys=found.their_keys,
-            settings=found.settings,
-            practice_keys=found.practice_keys,
-            open_why=found.open_why,
-            file_notes=found.notes,
-            partial=found.partial,
-            changed=found.changed,
-            data=_foreign_data(found, path),
-            unmapped=_without_waivers(found.unmapped),
+            devices_said=config.devices,
+            their_keys=config.their_keys,
+            settings=config.settings,
+            practice_keys=config.practice_keys,
+            open_why=config.open_why,
+            file_notes=config.notes,
+            partial=config.partial,
+            changed=config.changed,
+            data=_foreign_data(config, path),
+            unmapped=_without_waivers(config.unmapped),
         )
     evidence = of_job(
-        found.resolved,
+        config.resolved,
         request,
         today=today,
         environ=environ,
-        practice=found.practice,
-        unmapped=_without_waivers(found.unmapped),
+        practice=config.practice,
+        unmapped=_without_waivers(config.unmapped),
     )
     return replace(
         evidence,
         target=target,
-        their_keys=found.their_keys,
-        settings=found.settings,
-        practice_keys=found.practice_keys,
-        open_why=found.open_why,
-        file_notes=found.notes,
-        partial=found.partial,
-        changed=found.changed,
-        data=_foreign_data(found, path),
+        their_keys=config.their_keys,
+        settings=config.settings,
+        practice_keys=config.practice_keys,
+        open_why=config.open_why,
+        file_notes=config.notes,
+        partial=config.partial,
+        changed=config.changed,
+        data=_foreign_data(config, path),
     )
 
 
 def _part_of_weights(found: ConvertedConfig, path: Path) -> tuple[Problem, ...]:
-    """Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan has."""
+    """Return why there can be no plan: an adapter, or an argument that a fork added.
+
+    Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan describes.
+    """
     if found.changed and not found.partial:
-        what = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
-        return (Problem(where=str(path), what=what, fix="nothing: what an argument of a fork does is not known"),)
+        message = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
+        return (Problem(where=str(path), what=message, fix="nothing: what an argument of a fork does is not known"),)
     if not found.partial:
         return ()
-    what = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"
-    return (Problem(where=str(path), what=what, fix="nothing: memory and speed of an adapter are not predicted"),)
+    message = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"
+    return (Problem(where=str(path), what=message, fix="nothing: memory and speed of an adapter are not predicted"),)
 
 
 DATA_PATHS = ("data_path", "train_data_path")
-FEW_STEPS = 100  # our choice, as OPT001's
+FEW_STEPS = 100  # our choice, the same number as in OPT001
 OTHER_DATA = ("data_args_path", "per_split_data_args_path", "mock_data", "train_data_exact_num_epochs", "dataset_path")
 
 
 def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
-    """What another trainer's file says of its data; None of trainers whose files need not say."""
-    said = {name: found.settings.get(name) for name in (*DATA_PATHS, *OTHER_DATA, "training.dataset")}
+    """Return facts about the data of another trainer's file; None if they are unknown or need not be stated there."""
+    settings = {name: found.settings.get(name) for name in (*DATA_PATHS, *OTHER_DATA, "training.dataset")}
     if found.trainer == "torchtitan":
-        corpus = said["training.dataset"]
+        corpus = settings["training.dataset"]
         return named_facts(str(corpus.value), setting="training.dataset") if corpus is not None else None
     if found.trainer != "megatron" or path.suffix in (".yaml", ".yml"):
         return None
     for name in DATA_PATHS:
-        if (one := said[name]) is not None and one.value is not None:
-            words = one.value if isinstance(one.value, list) else str(one.value).split()
+        if (setting := settings[name]) is not None and setting.value is not None:
+            words = setting.value if isinstance(setting.value, list) else str(setting.value).split()
             return megatron_facts([str(word) for word in words], path.parent, setting=name)
-    other = next((name for name in OTHER_DATA if said[name] is not None), "")
-    # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
-    whole = found.settings.keys() & {"train_iters", "train_samples"} and not _is_short(found)
-    converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
-    # Forks have names of their own for it (--train-weighted-split-paths-path, --dataset-config); pictures are mocked.
+    other_setting = next((name for name in OTHER_DATA if settings[name] is not None), "")
+    # Paths in a variable that holds several arguments ("$DATA_ARGS") cannot be read: then nothing is known.
+    is_training = found.settings.keys() & {"train_iters", "train_samples"} and not _is_short(found)
+    # Conversion of a checkpoint into another format trains nothing.
+    converts = found.settings.keys() >= {"load_dir", "save_dir"}
+    # Forks have names of their own for the data (--train-weighted-split-paths-path, --dataset-config); image data is
+    # mocked.
     own_words = re.compile(r"data|corpus|blend|split_paths|img_|vision")
-    named = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
-    named = named or any(one.is_own_flag for one in found.unmapped)
-    if not other and (not whole or converts or named or found.open_why):
+    names_data = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
+    names_data = names_data or any(setting.is_own_flag for setting in found.unmapped)
+    if not other_setting and (not is_training or converts or names_data or found.open_why):
         return None
-    return DataFacts(named=1 if other else 0, setting=other)
+    return DataFacts(named=1 if other_setting else 0, setting=other_setting)
 
 
 def _is_short(found: ConvertedConfig) -> bool:
-    """A test of a few steps, for which forks make up their data."""
+    """Return whether a Megatron script runs at most FEW_STEPS steps, a test for which forks make up their data."""
     steps = found.settings.get("train_iters")
     text = str(steps.value) if steps is not None else ""
     return text.isdigit() and int(text[:9]) <= FEW_STEPS
 
 
 def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
-    """Waivers are told as one, with where they belong: nothing of another trainer's file is ours to heed."""
-    others = tuple(one for one in unmapped if one.key.partition(".")[0] != "waiver")
-    if len(others) == len(unmapped):
-        return others
-    return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
+    """Report all waivers of another trainer's file as one unmapped setting that names the option to use instead."""
+    kept_settings = tuple(setting for setting in unmapped if setting.key.partition(".")[0] != "waiver")
+    if len(kept_settings) == len(unmapped):
+        return kept_settings
+    return (
+        *kept_settings,
+        Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"),
+    )
 
 
 def _hardware_profile(request: Request, wanted: str, cluster: Cluster | None) -> HardwareProfile:
@@ -462,7 +485,7 @@ def _hardware_profile(request: Request, wanted: str, cluster: Cluster | None) ->
 
 
 def _host_facts(request: Request, cluster: Cluster | None) -> HostFacts | None:
-    """This machine, where the job is to run on it: of another cluster it says nothing."""
+    """Return facts about this machine if the job is to run on it, else None."""
     if not request.look or cluster is None or not cluster.name.startswith("local"):
         return None
     return this_host()
@@ -477,7 +500,7 @@ def _drill_records(
     *,
     beside: Path | None = None,
 ) -> tuple[DrillFacts, ...]:
-    """Drills on record, each with whether it is of this job; `base` is the folder that its files are sought from."""
+    """Return the drill records, each compared with this job; `base` is the folder of the job's relative paths."""
     roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
     subject = None
     if job is not None and plan is not None:

@@ -1,4 +1,4 @@
-"""What a rule says of one piece of evidence: verdict, values, formula with the numbers filled in, impact, and cure."""
+"""The outcome of one rule: verdict, values, the formula with the numbers filled in, impact and fix."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Literal
 
 from phalanx.io.files import Spot as Spot
 
-Verdict = Literal["pass", "fail", "unknown", "waived", "habit"]  # habit: of another trainer, the same for all its files
+# "habit": a default behaviour of another trainer, the same for all files of that trainer
+Verdict = Literal["pass", "fail", "unknown", "waived", "habit"]
 Severity = Literal["error", "warning", "info"]
 Scalar = float | int | str | bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Impact:
-    """What a finding costs: points (hundredths) of effective training time, and dollars of this job.
+    """The cost of a finding: points (hundredths) of effective training time, and dollars for this job.
 
-    None is "cannot be told"; `note` then says why, or how the number came about.
+    None means that the cost is not known; `note` then gives the reason, or else how the number was derived.
     """
 
     points: float | None = None
@@ -29,9 +30,12 @@ NO_IMPACT = Impact()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A change of one key of the job file. Safe: it cannot change what the model learns, only how the run is kept."""
+    """A change of one key of the job file.
 
-    key: str  # dotted, as "checkpoint.interval_s"
+    A safe edit cannot change what the model learns, only how the run is operated.
+    """
+
+    key: str  # dotted, such as "checkpoint.interval_s"
     value: float | int | str | bool
     safe: bool
     note: str = ""  # why this value
@@ -39,20 +43,23 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One answer of a rule. `at` is a dotted job key, an entry of the plan as "plan:memory", or a Spot of the log."""
+    """One answer of a rule.
+
+    `at` is a dotted job key, an entry of the plan such as "plan:memory", or a `Spot` in the log.
+    """
 
     verdict: Literal["pass", "fail", "unknown"]
-    what: str  # one line with the values, as "interval 21600 s is 15.2x the optimum 1418 s"
+    what: str  # one line with the values, such as "interval 21600 s is 15.2x the optimum 1418 s"
     formula: tuple[str, ...] = ()  # the arithmetic with this job's numbers in it
     value: Scalar = None
     threshold: Scalar = None
     unit: str = ""
     at: str | Spot = ""
-    severity: Severity | None = None  # of this answer, where a rule has two levels; None is the rule's own
+    severity: Severity | None = None  # of this answer, where a rule has two levels; None means the rule's severity
     impact: Impact = NO_IMPACT
-    fix: str = ""  # what a person does where no Edit does it
+    fix: str = ""  # the manual remedy where no Edit can do it
     edits: tuple[Edit, ...] = ()
-    applies: bool = True  # a pass with False: the rule has nothing to say about this job
+    applies: bool = True  # False on a pass: the rule does not apply to this job
 
 
 def passed(
@@ -64,17 +71,17 @@ def passed(
     unit: str = "",
     at: str | Spot = "",
 ) -> Outcome:
-    """The requirement is met."""
+    """Return an outcome for a requirement that is met."""
     return Outcome(verdict="pass", what=what, formula=formula, value=value, threshold=threshold, unit=unit, at=at)
 
 
 def exempt(why: str) -> Outcome:
-    """The rule has nothing to check here, as a pipeline of one stage has no bubble."""
+    """Return an outcome for a rule that does not apply; a pipeline of one stage, for example, has no bubble."""
     return Outcome(verdict="pass", what=why, applies=False)
 
 
 def unknown(what: str, *, fix: str = "", at: str | Spot = "") -> Outcome:
-    """The evidence is missing; `fix` says how to get it."""
+    """Return an outcome for missing evidence; `fix` states how to get it."""
     return Outcome(verdict="unknown", what=what, fix=fix, at=at)
 
 
@@ -91,7 +98,7 @@ def failed(
     at: str | Spot = "",
     severity: Severity | None = None,
 ) -> Outcome:
-    """The requirement is not met; a cure is always named."""
+    """Return an outcome for a requirement that is not met; a fix or an edit must be given."""
     assert fix or edits, "a finding without a cure"
     return Outcome(
         verdict="fail",

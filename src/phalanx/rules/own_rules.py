@@ -1,6 +1,7 @@
-"""Rules of the user's own: Python objects, "file.py:name" texts, the job's key `rules`, and installed packages.
+"""The user's own rules: Python objects, "file.py:name" texts, the job's key `rules`, and installed packages.
 
-A package offers rules under the entry point group `phalanx.rules`. Code that a job file names runs only with consent.
+A package offers rules under the entry point group `phalanx.rules`. Code that a job file names runs only with the
+user's consent.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "phalanx.rules"
-RESERVED = (*GROUPS, "SPC")  # beginnings of ids that this and later editions use
+RESERVED = (*GROUPS, "SPC")  # prefixes of ids that this and later editions use
 _SLUG = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 
-RuleSource = Rule | str  # a rule, or where one is: "file.py:name", "package.module:name", "file.py" for all of it
+# A rule, or the place of one: "file.py:name", "package.module:name"; "file.py" means all rules of the file.
+RuleSource = Rule | str
 
 
 class Predicate(Protocol):
-    """What `own_rule` decorates."""
+    """The signature of a function that `own_rule` decorates."""
 
     def __call__(self, evidence: Evidence, limits: Limits, /) -> Outcome | tuple[Outcome, ...]:
-        """The verdict on some evidence."""
+        """Return the outcome for the evidence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """A rule that was named and is not asked."""
+    """A rule that was named but is not run."""
 
     name: str
     what: str
     fix: str
-    is_fault: bool  # of the rule; False: the consent to run it is missing
+    is_fault: bool  # the rule is faulty; False: the consent to run it is missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class OwnRules:
 
     @property
     def named(self) -> int:
-        """How many were named, asked or not."""
+        """The number of rules that were named, run or not."""
         return len(self.rules) + len(self.left_out)
 
 
@@ -75,11 +77,11 @@ def own_rule(
     limits: Mapping[str, Limit] | None = None,
     references: tuple[Reference, ...] = (),
 ) -> Callable[[Predicate], Rule]:
-    """Make a rule of a function: `@own_rule("ACME001", "Jobs name their owner.", severity="warning")`.
+    """Return a decorator that makes a rule of a function.
 
-    Its slug is the function's name, its `how` the function's docstring, unless they are given. `requires` are letters
-    of evidence (J job, P plan, L run log, H host, D drills); without them the verdict is unknown and the function is
-    not called.
+    Example: `@own_rule("ACME001", "Jobs name their owner.", severity="warning")`. `slug` defaults to the function's
+    name and `how` to the function's docstring. `requires` holds letters of evidence (J job, P plan, L run log, H
+    host, D drills); if one of these is missing, the verdict is unknown and the function is not called.
     """
 
     def decorate(check: Predicate) -> Rule:
@@ -106,34 +108,34 @@ def own_rule(
 def collect_own_rules(
     given: Iterable[RuleSource] = (), *, job_names: Sequence[str] = (), folder: Path = Path(), allow_code: bool = False
 ) -> OwnRules:
-    """Rules the caller gives, those a job names (in `folder`), and those of installed packages.
+    """Return the rules that the caller passes, those a job names (in `folder`), and those of installed packages.
 
-    Raises UserError for one that the caller gives and that cannot be used. What a job or a package names is left out
-    instead, with the reason: it must not end the check of the other rules.
+    Raises UserError for an unusable rule that the caller passes. An unusable rule of a job or a package is left out
+    instead, with the reason, so that the other rules are still checked.
     """
-    found: dict[str, Rule] = {}
+    rules_by_id: dict[str, Rule] = {}
     for source in (given,) if isinstance(given, str) else given:
         for rule in _rules_of(source, Path()):
-            _add_rule(found, rule)
+            _add_rule(rules_by_id, rule)
     left_out: list[LeftOut] = []
     for name in job_names:
         if not allow_code:
-            what = f"{name} was not run: code that a job file names needs your consent"
+            reason = f"{name} was not run: code that a job file names needs your consent"
             fix = "read it, then give --allow-code (allow_code=True in Python)"
-            left_out.append(LeftOut(name=name, what=what, fix=fix, is_fault=False))
+            left_out.append(LeftOut(name=name, what=reason, fix=fix, is_fault=False))
             continue
-        _add_or_leave(found, left_out, name, lambda name=name: _rules_of(name, folder))  # type: ignore[misc]
-    for name, rules, problem in installed_rules():
+        _add_or_leave(rules_by_id, left_out, name, lambda name=name: _rules_of(name, folder))  # type: ignore[misc]
+    for name, package_rules, problem in installed_rules():
         if problem is not None:
             left_out.append(_left_out(name, problem))
-        _add_or_leave(found, left_out, name, lambda rules=rules: rules)  # type: ignore[misc]
-    return OwnRules(rules=tuple(sorted(found.values(), key=lambda one: one.id)), left_out=tuple(left_out))
+        _add_or_leave(rules_by_id, left_out, name, lambda rules=package_rules: rules)  # type: ignore[misc]
+    return OwnRules(rules=tuple(sorted(rules_by_id.values(), key=lambda rule: rule.id)), left_out=tuple(left_out))
 
 
 @functools.cache
 def installed_rules() -> tuple[tuple[str, tuple[Rule, ...], Problem | None], ...]:
-    """Rules of installed packages: name of the entry point, its rules, and why there are none."""
-    return tuple(_installed_rules(one) for one in offered_points(ENTRY_POINTS))
+    """Return the rules of installed packages: name of the entry point, its rules, and the problem in loading it."""
+    return tuple(_installed_rules(point) for point in offered_points(ENTRY_POINTS))
 
 
 def _installed_rules(point: EntryPoint) -> tuple[str, tuple[Rule, ...], Problem | None]:
@@ -149,28 +151,28 @@ def _installed_rules(point: EntryPoint) -> tuple[str, tuple[Rule, ...], Problem 
 
 
 def _rules_of(source: RuleSource, folder: Path) -> tuple[Rule, ...]:
-    """The rules that a caller or a job named. Raises UserError."""
+    """Return the rules behind a source that a caller or a job named. Raises UserError."""
     if isinstance(source, str):
-        found = load_user_object(source, folder=folder)
-        return tuple(_checked_rule(rule, source, source) for rule in _flat_rules(found, source))
+        loaded = load_user_object(source, folder=folder)
+        return tuple(_checked_rule(rule, source, source) for rule in _flat_rules(loaded, source))
     return tuple(
         _checked_rule(rule, repr(source)[:60], rule.origin or "Python") for rule in _flat_rules(source, "rules")
     )
 
 
 def _flat_rules(found: object, name: str) -> Iterator[Rule]:
-    """A rule, several of them, or all of a module."""
+    """Yield a rule, each rule of a list, or all rules of a module."""
     if isinstance(found, Rule):
         yield found
         return
-    several: Iterable[Any] = ()
+    candidates: Iterable[Any] = ()
     if isinstance(found, ModuleType):
-        unique = {id(one): one for one in vars(found).values() if isinstance(one, Rule)}
-        several = unique.values()
+        unique = {id(member): member for member in vars(found).values() if isinstance(member, Rule)}
+        candidates = unique.values()
     elif isinstance(found, list | tuple):
-        several = found
-    rules = [one for one in several if isinstance(one, Rule)]
-    if not rules or len(rules) != len(list(several)):
+        candidates = found
+    rules = [candidate for candidate in candidates if isinstance(candidate, Rule)]
+    if not rules or len(rules) != len(list(candidates)):
         raise mistake(
             name,
             f"is {type(found).__name__}, not a rule",
@@ -181,7 +183,7 @@ def _flat_rules(found: object, name: str) -> Iterator[Rule]:
 
 
 def _checked_rule(rule: Rule, name: str, origin: str) -> Rule:
-    """The rule with its origin. Raises UserError when ids or letters are not what reports can show."""
+    """Return the rule with its origin. Raises UserError when id, slug, severity or letters are not valid."""
 
     def wrong(what: str, fix: str) -> UserError:
         return mistake(name, what, fix=fix)
@@ -201,8 +203,8 @@ def _checked_rule(rule: Rule, name: str, origin: str) -> Rule:
     if rule.severity not in ("error", "warning", "info"):
         raise wrong(f"{rule.id}: {rule.severity!r} is no severity", "use error, warning or info")
     if not set(rule.requires + rule.uses) <= set(LETTERS):
-        known = ", ".join(f"{letter} {noun}" for letter, noun in LETTERS.items())
-        raise wrong(f"{rule.id}: requires = {rule.requires!r} names no evidence", f"the letters are {known}")
+        letters = ", ".join(f"{letter} {noun}" for letter, noun in LETTERS.items())
+        raise wrong(f"{rule.id}: requires = {rule.requires!r} names no evidence", f"the letters are {letters}")
     return replace(rule, origin=origin)
 
 
@@ -226,5 +228,5 @@ def _add_or_leave(
 
 def _left_out(name: str, problem: Problem) -> LeftOut:
     where = f"{problem.where}: " if problem.where and problem.where != name else ""
-    what = problem.what if name in problem.what else f"{name} {problem.what}"
-    return LeftOut(name=name, what=f"{where}{what}", fix=problem.fix or "correct the rule", is_fault=True)
+    message = problem.what if name in problem.what else f"{name} {problem.what}"
+    return LeftOut(name=name, what=f"{where}{message}", fix=problem.fix or "correct the rule", is_fault=True)

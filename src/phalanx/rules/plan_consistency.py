@@ -1,4 +1,4 @@
-"""A plan is a file that anybody can edit: whether its parts still belong together, by sums that cost nothing."""
+"""Consistency check of a plan file, which may have been edited by hand: cheap arithmetic over redundant values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import effective_time
 from phalanx.units import DAY_S, plural
 
-# Between what a plan says twice. It is written in full digits; versions of Phalanx may differ in the order of a sum.
+# Relative tolerance between two values of a plan that must agree. Values are written in full digits, but versions of
+# Phalanx may differ in the order of a sum.
 NEAR = 1e-3
 
 
 def require_coherent(plan: Plan, where: str) -> Plan:
-    """The plan itself; raises UserError when one part of it contradicts another."""
-    found = next(find_contradictions(plan), "")
-    if found:
+    """Return the plan; raises UserError when one part of it contradicts another."""
+    contradiction = next(find_contradictions(plan), "")
+    if contradiction:
         raise mistake(
             where,
-            f"is not consistent: {found}",
+            f"is not consistent: {contradiction}",
             why="it was edited or damaged after it was written: whatever were said of it would describe no plan",
             fix="write it again: phalanx plan JOB --out",
         )
@@ -31,7 +32,7 @@ def require_coherent(plan: Plan, where: str) -> Plan:
 
 
 def find_contradictions(plan: Plan) -> Iterator[str]:
-    """What does not go together."""
+    """Yield a sentence for each value that is not a number, out of range, or in contradiction to another."""
     yield from (f"{name} is not a number" for name in _nan_values(plan, ""))
     yield from _size_conflicts(plan)
     yield from _memory_conflicts(plan)
@@ -65,8 +66,8 @@ def _size_conflicts(plan: Plan) -> Iterator[str]:
     hosts = max(1, math.ceil(layout.devices / max(1, plan.cluster.host_devices)))
     if hosts != plan.reliability.hosts:
         counted = plan.reliability.hosts
-        taken = f"{plural(layout.devices, 'device')} on {plural(hosts, 'host')}"
-        yield f"the layout takes {taken}, and failures are counted of {counted:,}"
+        needs = f"{plural(layout.devices, 'device')} on {plural(hosts, 'host')}"
+        yield f"the layout takes {needs}, and failures are counted of {counted:,}"
     for name, value in (
         ("prediction.step_s", plan.prediction.step_s),
         ("duration.training_s", plan.duration.training_s),
@@ -74,42 +75,46 @@ def _size_conflicts(plan: Plan) -> Iterator[str]:
         if not 0.0 < value < math.inf:
             yield f"{name} is {value:g}"
             return
-    share = planned_share(plan.job, plan.cluster)  # of a peer; of any other job the whole
+    # Of a job over slow links, the share of one peer; of any other job, all of it.
+    share = planned_share(plan.job, plan.cluster)
     tokens = share.batch.global_sequences * plan.job.data.sequence
-    statement = plan.prediction.tokens_per_s * plan.prediction.step_s
-    if plan.sites is not None:  # the step is the first site's, with its part of the batch
+    predicted_tokens = plan.prediction.tokens_per_s * plan.prediction.step_s
+    # The prediction is of the first site, with its part of the batch.
+    if plan.sites is not None:
         return
-    if not _nearly_equal(statement, tokens):
-        yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {statement:,.0f}"
+    if not _nearly_equal(predicted_tokens, tokens):
+        yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {predicted_tokens:,.0f}"
 
 
 def _memory_conflicts(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     if not 0.0 < memory.usable_bytes < math.inf:
         yield f"memory.usable_bytes is {memory.usable_bytes:g}"
-    whole = sum(memory.parts_bytes.values())
-    if not _nearly_equal(whole, memory.total_bytes):
-        yield f"parts of the memory add up to {whole:.4g} bytes, and memory.total_bytes says {memory.total_bytes:.4g}"
+    total = sum(memory.parts_bytes.values())
+    if not _nearly_equal(total, memory.total_bytes):
+        yield f"parts of the memory add up to {total:.4g} bytes, and memory.total_bytes says {memory.total_bytes:.4g}"
 
 
 def _reliability_conflicts(plan: Plan) -> Iterator[str]:
-    known, asked = plan.reliability, plan.job.checkpoint.interval_s
-    interval_s = known.optimal_interval_s if asked == "auto" else float(asked)
-    if not known.interval_s > 0.0 or not _nearly_equal(known.interval_s, interval_s):
-        source = "the optimum" if asked == "auto" else "job.checkpoint.interval_s"
-        yield f"reliability.interval_s is {known.interval_s:.4g} s, and {source} {interval_s:.4g} s"
+    reliability, requested = plan.reliability, plan.job.checkpoint.interval_s
+    interval_s = reliability.optimal_interval_s if requested == "auto" else float(requested)
+    if not reliability.interval_s > 0.0 or not _nearly_equal(reliability.interval_s, interval_s):
+        source = "the optimum" if requested == "auto" else "job.checkpoint.interval_s"
+        yield f"reliability.interval_s is {reliability.interval_s:.4g} s, and {source} {interval_s:.4g} s"
         return
-    if not 0.0 <= known.effective_time <= 1.0:
-        yield f"reliability.effective_time is {known.effective_time:g}, and a share is between 0 and 1"
+    if not 0.0 <= reliability.effective_time <= 1.0:
+        yield f"reliability.effective_time is {reliability.effective_time:g}, and a share is between 0 and 1"
         return
-    if not known.mtbf_s > 0.0 or not _nearly_equal(
-        known.failures_per_day * known.mtbf_s, DAY_S, or_none=math.isinf(known.mtbf_s)
+    if not reliability.mtbf_s > 0.0 or not _nearly_equal(
+        reliability.failures_per_day * reliability.mtbf_s, DAY_S, or_none=math.isinf(reliability.mtbf_s)
     ):
-        yield f"reliability.mtbf_s is {known.mtbf_s:.4g} s at {known.failures_per_day:.4g} failures a day"
+        yield f"reliability.mtbf_s is {reliability.mtbf_s:.4g} s at {reliability.failures_per_day:.4g} failures a day"
         return
-    statement = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
-    if not _nearly_equal(statement, known.effective_time):
-        yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {statement:.4g}"
+    recomputed = effective_time(
+        reliability.blocking_s, reliability.interval_s, reliability.mtbf_s, lost_s=reliability.lost_s
+    )
+    if not _nearly_equal(recomputed, reliability.effective_time):
+        yield f"reliability.effective_time is {reliability.effective_time:.4g}, and its own parts give {recomputed:.4g}"
 
 
 def _nearly_equal(one: float, other: float, *, or_none: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Profiles of hardware and classes of size: what a rule assumes of them; measurements go before a profile."""
+"""Hardware profiles and scaling classes: values that rules assume where no measurement exists."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from phalanx.hardware.types import Cluster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One kind of hardware, as the rules see it. None: there is no published figure, so it must be measured."""
+    """The assumptions of the rules about one kind of hardware.
+
+    None means that no figure is published, so it must be measured.
+    """
 
     name: str
     title: str
-    scale_up: int  # devices of a fast domain; 0 takes the cluster's
+    scale_up: int  # devices of a scale-up domain; 0 means the cluster's own value
     formats: tuple[str, ...]  # number formats of matrix products
     mfu_floor: float | None  # None: reported, not judged
-    utilization_sources: tuple[str, ...]  # honest ones, as monitor events name them
+    utilization_sources: tuple[str, ...]  # trustworthy sources of utilization, as monitor events name them
     is_gpu: bool
     note: str
     must_measure: bool = False  # verdicts on time and utilization are unknown until `phalanx probe` or a calibration
 
 
 PROFILES: Mapping[str, HardwareProfile] = {
-    one.name: one
-    for one in (
+    profile.name: profile
+    for profile in (
         HardwareProfile(
             name="cpu-gloo",
             title="CPU ranks over gloo",
@@ -112,9 +115,10 @@ PROFILES: Mapping[str, HardwareProfile] = {
 }
 
 # By the beginning of the accelerator's name. Workstation and consumer cards of the same families are `custom`: they
-# have other links, other memory and nobody's published rates.
+# have different links and memory, and no published rates.
 _BY_NAME = {
     "nvidia-a100": ("A100", "A800"),
+    # H200 must precede H100, whose prefix H20 it matches too.
     "nvidia-h200": ("H200",),
     "nvidia-h100": ("H100", "H800", "H20", "GH200"),
     "nvidia-b200": ("B200", "B300", "GB200", "GB300"),
@@ -125,7 +129,7 @@ _BY_NAME = {
 
 
 def profile_of(cluster: Cluster) -> HardwareProfile:
-    """The profile of a cluster's accelerator; `custom` for what the specification does not know.
+    """Return the hardware profile of a cluster's accelerator; `custom` for an accelerator that is not known.
 
     >>> from phalanx.hardware.cluster import resolve_cluster
     >>> specs = ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2", "8xL40S:1")
@@ -133,35 +137,35 @@ def profile_of(cluster: Cluster) -> HardwareProfile:
     ['nvidia-h100', 'nvidia-b200', 'nvidia-a100', 'cpu-gloo', 'custom']
     """
     accelerator = cluster.accelerator
-    found = next((name for name, starts in _BY_NAME.items() if accelerator.name.upper().startswith(starts)), "custom")
-    if accelerator.family == "cpu":  # a user's own entry may be called anything
-        found = "cpu-gloo"
-    if found == "tpu":
-        # TPUs of a generation: v7 multiplies in fp8.
-        known = PROFILES["tpu"]
-        return replace(known, formats=(*known.formats, "fp8")) if accelerator.family == "tpu-v7" else known
-    return PROFILES[found]
+    name = next((name for name, starts in _BY_NAME.items() if accelerator.name.upper().startswith(starts)), "custom")
+    if accelerator.family == "cpu":  # a user's own entry may have any name
+        name = "cpu-gloo"
+    if name == "tpu":
+        # Unlike earlier TPUs, v7 multiplies in fp8.
+        tpu = PROFILES["tpu"]
+        return replace(tpu, formats=(*tpu.formats, "fp8")) if accelerator.family == "tpu-v7" else tpu
+    return PROFILES[name]
 
 
 def find_profile(name: str) -> HardwareProfile:
-    """The profile of a name; raises UserError with the nearest one."""
+    """Return the profile with this name; raises UserError that suggests the nearest name."""
     if name in PROFILES:
         return PROFILES[name]
     close = nearest(name, PROFILES)
-    listed = ", ".join(PROFILES)
+    names = ", ".join(PROFILES)
     raise mistake(
         f"--profile {name[:60]}",
         "is not a profile",
-        fix=f"did you mean {close}? the profiles are {listed}" if close else f"the profiles are {listed}",
+        fix=f"did you mean {close}? the profiles are {names}" if close else f"the profiles are {names}",
     )
 
 
-# Scaling classes: what is good manners on 64 devices is a law on 100,000.
+# Scaling classes: advice on 64 devices becomes a requirement on 100,000.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """A range of sizes; `most` devices belong to it."""
+    """A range of sizes, up to `most` devices."""
 
     name: str
     most: float
@@ -179,14 +183,14 @@ CLASSES = (
 
 
 def scaling_of(devices: int) -> Scaling:
-    """The class of a job of so many devices.
+    """Return the scaling class of a job on this many devices.
 
     >>> scaling_of(64).name, scaling_of(65).name, scaling_of(131_072).name
     ('S1', 'S2', 'S6')
     """
-    return next(one for one in CLASSES if devices <= one.most)
+    return next(scaling for scaling in CLASSES if devices <= scaling.most)
 
 
 def at_least(scaling: Scaling, name: str) -> bool:
-    """Whether a class is `name` or a larger one."""
+    """Return whether a scaling class is `name` or a larger one."""
     return scaling.name >= name

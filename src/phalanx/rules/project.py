@@ -1,4 +1,4 @@
-"""A repository of configurations: its `.phalanx.toml`, and the files in it that can be judged."""
+"""A repository of configurations: its `.phalanx.toml`, and the files in it that can be checked."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ CONFIG_NAME = ".phalanx.toml"
 ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt", ".py")
 SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "env", "build", "dist"})
 MOST_FILES, MOST_DEPTH, MOST_BYTES = 50_000, 16, 2 << 20
-# Words that only these files have: one that cannot be parsed and has any of them is a finding of its own.
+# Words that only such files contain: a file that cannot be parsed and has any of them is reported as damaged.
 MARKS = (b'"zero_optimization"', b'"train_micro_batch_size_per_gpu"', b"--tensor-model-parallel-size", b"[parallelism]")
-OUR_WORDS = frozenset({"model", "batch", "parallel", "cluster", "data", "optim"})  # sections, of which a job has two
+OUR_WORDS = frozenset(
+    {"model", "batch", "parallel", "cluster", "data", "optim"}
+)  # sections of a job file; one has at least two of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:
-    """Options of `phalanx check` that hold for some files; empty is not said."""
+    """Options of `phalanx check` that apply to some files; empty means not set."""
 
     cluster: str = ""
     overrides: tuple[str, ...] = ()
@@ -38,7 +40,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectConfig:
-    """A `.phalanx.toml`: settings for all files, more for those that match a pattern, the user's rules, a baseline."""
+    """A `.phalanx.toml`: settings for all files and for those that match a pattern, own rules, and a baseline."""
 
     file: Path | None = None
     everywhere: CheckSettings = CheckSettings()
@@ -48,43 +50,44 @@ class ProjectConfig:
 
     @property
     def folder(self) -> Path:
-        """The folder that its patterns and paths are told from."""
+        """The folder to which the patterns and paths are relative."""
         return self.file.parent if self.file is not None else Path()
 
     def settings_for(self, path: Path, *, foreign: bool) -> CheckSettings:
-        """What holds for a file: later tables go before earlier ones, `ignore` and `set` add up.
+        """Return the settings for a file: later tables override earlier ones; `ignore` and `set` accumulate.
 
-        Cluster and `set` of the whole project are for other trainers' files: a job of ours says its own.
+        The project-wide `cluster` and `set` apply only to other trainers' files: a Phalanx job names its own
+        cluster.
         """
-        held = self.everywhere if foreign else replace(self.everywhere, cluster="", overrides=())
+        settings = self.everywhere if foreign else replace(self.everywhere, cluster="", overrides=())
         name = os.path.relpath(resolve_path(path), resolve_path(self.folder)).replace(os.sep, "/")
-        for pattern, more in self.paths:
+        for pattern, overrides in self.paths:
             if not matches_pattern(name, pattern):
                 continue
-            held = CheckSettings(
-                cluster=more.cluster or held.cluster,
-                overrides=(*held.overrides, *more.overrides),
-                select=more.select or held.select,
-                ignore=(*held.ignore, *more.ignore),
-                source=more.source or held.source,
-                skip=more.skip or held.skip,
+            settings = CheckSettings(
+                cluster=overrides.cluster or settings.cluster,
+                overrides=(*settings.overrides, *overrides.overrides),
+                select=overrides.select or settings.select,
+                ignore=(*settings.ignore, *overrides.ignore),
+                source=overrides.source or settings.source,
+                skip=overrides.skip or settings.skip,
             )
-        return held
+        return settings
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a relative path is meant: by the whole pattern, by its folder, or by a name without a slash.
+    """Return whether a pattern matches a relative path: all of it, its folder, or (without a slash) one name in it.
 
     >>> matches_pattern("a/b/c.json", "a/*"), matches_pattern("a/b/c.json", "c.json"), matches_pattern("ab.sh", "a/")
     (True, True, False)
     """
     if "/" not in pattern:
-        return any(fnmatch.fnmatchcase(part, pattern) for part in name.split("/"))
+        return any(fnmatch.fnmatchcase(name_part, pattern) for name_part in name.split("/"))
     return fnmatch.fnmatchcase(name, pattern.rstrip("/")) or name.startswith(pattern.rstrip("*"))
 
 
 def find_config(start: Path) -> ProjectConfig:
-    """The nearest `.phalanx.toml`, from a folder upwards to the root of its repository; an empty one without any."""
+    """Return the nearest `.phalanx.toml` from a folder up to the root of its repository, or an empty configuration."""
     folder = resolve_path(start)
     for place in (folder, *folder.parents):
         if is_file(place / CONFIG_NAME):
@@ -95,29 +98,29 @@ def find_config(start: Path) -> ProjectConfig:
 
 
 def read_config(path: Path) -> ProjectConfig:
-    """Read a `.phalanx.toml`; raises UserError with the line of what is wrong in it."""
-    found = read_toml(path, noun="project file")
-    _refuse_unknown(path, found, (), found.table, {"check"})
-    table = _table_at(path, found, ("check",), found.table.get("check", {}))
-    _refuse_unknown(path, found, ("check",), table, {*KEYS, "rules", "baseline", "path"})
+    """Read a `.phalanx.toml`; raises UserError with the line of the error."""
+    toml = read_toml(path, noun="project file")
+    _refuse_unknown(path, toml, (), toml.table, {"check"})
+    table = _table_at(path, toml, ("check",), toml.table.get("check", {}))
+    _refuse_unknown(path, toml, ("check",), table, {*KEYS, "rules", "baseline", "path"})
     tables = table.get("path", [])
     if not isinstance(tables, list):
-        raise _wrong(path, found, ("check", "path"), "is not a list of tables", 'write [[check.path]] and match = "…"')
+        raise _wrong(path, toml, ("check", "path"), "is not a list of tables", 'write [[check.path]] and match = "…"')
     paths = []
-    for number, one in enumerate(tables):
+    for number, entry in enumerate(tables):
         place: tuple[str | int, ...] = ("check", "path", number)
-        inner = _table_at(path, found, place, one)
-        _refuse_unknown(path, found, place, inner, {*KEYS, "match", "skip"})
-        pattern = _text_at(path, found, (*place, "match"), inner.get("match", ""))
+        inner = _table_at(path, toml, place, entry)
+        _refuse_unknown(path, toml, place, inner, {*KEYS, "match", "skip"})
+        pattern = _text_at(path, toml, (*place, "match"), inner.get("match", ""))
         if not pattern:
-            raise _wrong(path, found, place, "says no match", 'match = "configs/*.json"')
-        paths.append((pattern, _settings_of(path, found, place, inner)))
+            raise _wrong(path, toml, place, "says no match", 'match = "configs/*.json"')
+        paths.append((pattern, _settings_of(path, toml, place, inner)))
     return ProjectConfig(
         file=path,
-        everywhere=_settings_of(path, found, ("check",), table),
+        everywhere=_settings_of(path, toml, ("check",), table),
         paths=tuple(paths),
-        rules=_texts_at(path, found, ("check", "rules"), table.get("rules", [])),
-        baseline=_text_at(path, found, ("check", "baseline"), table.get("baseline", "")),
+        rules=_texts_at(path, toml, ("check", "rules"), table.get("rules", [])),
+        baseline=_text_at(path, toml, ("check", "baseline"), table.get("baseline", "")),
     )
 
 
@@ -156,7 +159,7 @@ def _texts_at(path: Path, found: TomlFile, place: tuple[str | int, ...], value: 
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or len(items) > 1000:
         raise _wrong(path, found, place, "is not a list of texts", 'as ignore = ["TEL", "CKP001"]')
-    return tuple(_text_at(path, found, place, one) for one in items)
+    return tuple(_text_at(path, found, place, item) for item in items)
 
 
 def _refuse_unknown(
@@ -166,7 +169,8 @@ def _refuse_unknown(
         if key not in known:
             close = nearest(key, known)
             fix = f"did you mean {close}?" if close else f"known keys: {', '.join(sorted(known))}"
-            if not place and key in KEYS:  # most files begin like that
+            # Most files begin with such a key.
+            if not place and key in KEYS:
                 fix = f"write it below a line [check]: {key} is a key of that table"
             raise _wrong(path, found, (*place, key), "is an unknown key", fix)
 
@@ -174,22 +178,25 @@ def _refuse_unknown(
 def _wrong(path: Path, found: TomlFile, place: tuple[str | int, ...], what: str, fix: str) -> UserError:
     line = found.lines.get(place) or found.lines.get(place[:-1]) or 0
     where = f"{path}:{line}" if line else str(path)
-    return mistake(where, f"{'.'.join(str(one) for one in place)} {what}", fix=fix)
+    return mistake(where, f"{'.'.join(str(key) for key in place)} {what}", fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFiles:
-    """Files of a folder that can be judged, in order, and how many were looked at."""
+    """Files of a folder that can be checked, in order, and the number of files visited."""
 
     files: tuple[Path, ...]
     looked_at: int = 0
-    left_off: bool = False  # there were more than are looked at
+    left_off: bool = False  # there were more than MOST_FILES files
     unread: tuple[PhalanxError, ...] = field(default=())
 
 
 def find_files(folder: Path, config: ProjectConfig) -> FoundFiles:
-    """Job files, plans and other trainers' configurations below a folder; bounded, links and run folders left out."""
-    found, looked_at, left_off = [], 0, False
+    """Return job files, plans and other trainers' configurations below a folder.
+
+    The search is bounded; links and run folders are skipped.
+    """
+    files, looked_at, left_off = [], 0, False
     for path in _walk_files(folder):
         looked_at += 1
         if looked_at > MOST_FILES:
@@ -197,8 +204,8 @@ def find_files(folder: Path, config: ProjectConfig) -> FoundFiles:
             break
         settings = config.settings_for(path, foreign=True)
         if not settings.skip and (settings.source or can_judge(path)):
-            found.append(path)
-    return FoundFiles(files=tuple(found), looked_at=looked_at, left_off=left_off)
+            files.append(path)
+    return FoundFiles(files=tuple(files), looked_at=looked_at, left_off=left_off)
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
@@ -207,7 +214,7 @@ def _walk_files(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         depth = len(Path(root).relative_to(folder).parts)
         is_run = has_events(files)
-        kept = [
+        subfolders = [
             name
             for name in sorted(folders)
             if not name.startswith(".")
@@ -215,7 +222,8 @@ def _walk_files(folder: Path) -> Iterator[Path]:
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
             and not os.path.islink(os.path.join(root, name))
         ]
-        folders[:] = [] if is_run or depth >= MOST_DEPTH else kept
+        # Assigning in place limits where os.walk descends.
+        folders[:] = [] if is_run or depth >= MOST_DEPTH else subfolders
         if is_run:
             continue
         for name in sorted(files):
@@ -225,29 +233,29 @@ def _walk_files(folder: Path) -> Iterator[Path]:
 
 
 def recipe_targets(path: Path, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
-    """A file, and what of it is checked one by one: each recipe of a Python file that nobody chose from."""
+    """Return a file and its targets: each recipe of a Python file, unless the user chose one."""
     from phalanx.rules.gather import split_recipe
 
     file, name = split_recipe(str(path))
-    if file == str(path) and path.suffix == ".py" and not any(one.startswith("recipe=") for one in overrides):
+    if file == str(path) and path.suffix == ".py" and not any(override.startswith("recipe=") for override in overrides):
         from phalanx.rules.foreign.python_config.recipes import recipes_of
 
         try:
             names = recipes_of(path)
-        except PhalanxError:  # told where it is checked
+        except PhalanxError:  # reported when the file is checked
             names = ()
-        return path, tuple(f"{path}::{one}" if one else str(path) for one in names) or (str(path),)
+        return path, tuple(f"{path}::{recipe}" if recipe else str(path) for recipe in names) or (str(path),)
     return Path(file), (f"{file}::{name}" if name else str(path),)
 
 
 def can_judge(path: Path) -> bool:
-    """Whether a file is a job, a plan or a configuration of a trainer, or a damaged one."""
+    """Return whether a file is a job, a plan or a configuration of a trainer, or a damaged one."""
     from phalanx.rules.gather import is_plan
 
     try:
         if path.stat().st_size > MOST_BYTES:
             return False
-        if path.suffix == ".py":  # most are programs, whatever words they have
+        if path.suffix == ".py":  # most are programs, even if they contain such words
             from phalanx.rules.foreign.python_config.recipes import family_of_python
 
             return bool(family_of_python(path))
@@ -258,7 +266,8 @@ def can_judge(path: Path) -> bool:
         return path.suffix == ".toml" and is_job_file(path)
     except TrainsNothingError:
         return False
-    except PhalanxError:  # damaged, or of nobody: what has the words of a trainer is to be told, not passed over
+    except PhalanxError:
+        # Damaged, or of an unknown trainer: a file with a trainer's words is reported, not skipped.
         return path.suffix != ".py" and any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
     except (OSError, ValueError):
         return False
@@ -268,14 +277,14 @@ ARGUMENTS = re.compile(rb"(--[a-z]|torchrun |python3? |deepspeed |srun |#!)")
 
 
 def _is_argument_list(path: Path) -> bool:
-    """Whether a text begins as arguments or a command do: notes and logs name arguments as well."""
+    """Return whether a text begins with arguments or a command; notes and logs may contain arguments further on."""
     lines = (line.strip() for line in read_head(path, 4096).splitlines())
     first = next((line for line in lines if line and (line.startswith(b"#!") or not line.startswith(b"#"))), b"")
     return ARGUMENTS.match(first) is not None
 
 
 def is_job_file(path: Path) -> bool:
-    """Whether a TOML is a job of ours: it says its edition, or has a name and two of our sections."""
+    """Return whether a TOML file is a Phalanx job: it has `spec` or `name`, and at least two sections of a job."""
     if b"=" not in read_head(path, 4096):
         return False
     table = read_toml(path, noun="job file").table

@@ -1,4 +1,4 @@
-"""Run the rules over the evidence: verdicts, waivers, severities, and the exit code."""
+"""Judging the rules on the evidence: verdicts, waivers, severities, and the exit code."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HOW_TO_GET = {
 
 
 NO_OWN_RULES = OwnRules()
-MOST_WHAT = 120  # characters of what was found, in a line
+MOST_WHAT = 120  # characters of an outcome's text in `repr`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Finding:
-    """One answer of one rule, placed and weighed; `str()` is its first line in a report.
+    """One answer of one rule with its file, line and severity; `str()` is its first line in a report.
 
     >>> import phalanx
     >>> finding = phalanx.check("examples/drill.toml", select="TOP002").findings[0]
@@ -54,8 +54,8 @@ class Finding:
     verdict: Verdict
     severity: Severity
     file: str
-    line: int  # 0: the file as a whole
-    reason: str = ""  # of the waiver
+    line: int  # 0: the whole file
+    reason: str = ""  # the reason of the waiver
 
     def __str__(self) -> str:
         from phalanx.rules.formats.text import finding_head
@@ -63,15 +63,16 @@ class Finding:
         return finding_head(self)
 
     def __repr__(self) -> str:
-        what = one_line(self.outcome.what)
-        return f"<Finding {self.rule.id} {self.verdict}: {what[:MOST_WHAT]}{'…' * (len(what) > MOST_WHAT)}>"
+        message = one_line(self.outcome.what)
+        return f"<Finding {self.rule.id} {self.verdict}: {message[:MOST_WHAT]}{'…' * (len(message) > MOST_WHAT)}>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CheckReport:
-    """What the specification says of one target. `str()` is what `phalanx check` prints; a notebook shows HTML.
+    """The findings of the specification on one target.
 
-    Iterating gives what speaks against the target, the worst first; `findings` has every answer, passes too.
+    `str()` is the output of `phalanx check`; a notebook shows HTML. Iterating yields the problems, the worst first;
+    `findings` holds every answer, passes too.
 
     >>> import phalanx
     >>> report = phalanx.check("examples/drill.toml", select="TOP")
@@ -83,63 +84,69 @@ class CheckReport:
     target: str
     profile: str
     scaling: str
-    devices: int  # 0 is not known
-    evidence: str  # letters there was something of, as "JPL"
+    devices: int  # 0: not known
+    evidence: str  # letters of the evidence that existed, such as "JPL"
     usd: float | None
     findings: tuple[Finding, ...]  # every answer, passes too, in the order of the rules
     require_evidence: bool = False
     unmapped: tuple[Unmapped, ...] = ()
-    notes: tuple[str, ...] = ()  # about the target: files of it that could not be used, what our trainer would refuse
-    trainer: str = ""  # of another one's file
-    foreign: bool = False  # another trainer's file, which is not ours to edit
+    # Remarks on the target: damaged files of it, and settings that `phalanx train` would refuse.
+    notes: tuple[str, ...] = ()
+    trainer: str = ""  # the trainer of a foreign configuration
+    foreign: bool = False  # another trainer's file, which Phalanx does not edit
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """The verdict of each rule: the worst of its answers; remarks break no rule."""
+        """The verdict of each rule: the worst of its answers. Findings of severity info do not fail a rule."""
+        # From the worst verdict to the best.
         order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "habit": 3, "pass": 4}
         worst: dict[str, Verdict] = {}
-        for one in self.findings:
-            known = worst.get(one.rule.id, "pass")
-            statement: Verdict = "pass" if is_remark(one) else one.verdict
-            worst[one.rule.id] = min(known, statement, key=lambda verdict: order[verdict])
+        for finding in self.findings:
+            worst_so_far = worst.get(finding.rule.id, "pass")
+            verdict_: Verdict = "pass" if is_remark(finding) else finding.verdict
+            worst[finding.rule.id] = min(worst_so_far, verdict_, key=lambda verdict: order[verdict])
         return worst
 
     @property
     def counts(self) -> Counter[str]:
-        """Rules by verdict."""
+        """The number of rules by verdict."""
         return Counter(self.verdicts.values())
 
     @property
     def exempt(self) -> frozenset[str]:
-        """Rules that have nothing to say about this target."""
-        speaking = {one.rule.id for one in self.findings if one.outcome.applies}
-        return frozenset(one.rule.id for one in self.findings) - speaking
+        """Ids of rules that do not apply to this target."""
+        applicable = {finding.rule.id for finding in self.findings if finding.outcome.applies}
+        return frozenset(finding.rule.id for finding in self.findings) - applicable
 
     @property
     def problems(self) -> tuple[Finding, ...]:
-        """What speaks against it, the worst and dearest first."""
+        """The failing findings, by severity and then by cost; with `require_evidence` also those without evidence."""
         rank = {"error": 0, "warning": 1, "info": 2}
-        bad = [one for one in self.findings if one.verdict == "fail" or (self.require_evidence and is_open(one))]
-        return tuple(sorted(bad, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
+        problems = [
+            finding
+            for finding in self.findings
+            if finding.verdict == "fail" or (self.require_evidence and is_open(finding))
+        ]
+        return tuple(sorted(problems, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
 
     @property
     def habits(self) -> tuple[Finding, ...]:
-        """What the trainer of another one's file does or lacks, the same for each of its files: no finding of this."""
-        return tuple(one for one in self.findings if one.verdict == "habit")
+        """Default behaviour of another trainer, the same for each of its files; not findings on this file."""
+        return tuple(finding for finding in self.findings if finding.verdict == "habit")
 
     @property
     def errors(self) -> int:
-        """Findings of the severity that `phalanx train` refuses on."""
-        return sum(one.severity == "error" for one in self.problems)
+        """The number of findings of severity error, on which `phalanx train` refuses to start."""
+        return sum(finding.severity == "error" for finding in self.problems)
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 findings; information alone is no finding."""
-        return int(any(one.severity != "info" for one in self.problems))
+        """0 when clean, 1 with findings; findings of severity info do not count."""
+        return int(any(finding.severity != "info" for finding in self.problems))
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing speaks against the target; remarks do not count."""
+        """True if the report has no errors and no warnings."""
         return self.exit_code == 0
 
     def __iter__(self) -> Iterator[Finding]:
@@ -149,7 +156,7 @@ class CheckReport:
         return len(self.problems)
 
     def __bool__(self) -> bool:
-        """A report is there even when it is clean: ask `is_clean`."""
+        """Always true: a clean report is not an absent one; use `is_clean`."""
         return True
 
     def __str__(self) -> str:
@@ -168,7 +175,7 @@ class CheckReport:
         return render_fragment(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `phalanx check --json` prints them for each target."""
+        """Return plain values, as `phalanx check --json` prints them for each target."""
         from phalanx.rules.formats.text import report_dict
 
         return report_dict(self)
@@ -176,22 +183,22 @@ class CheckReport:
     def filter(
         self, severity: Severity | None = None, *, verdict: Verdict | None = None, rule: str = ""
     ) -> CheckReport:
-        """The report with only the findings of a severity, a verdict, or rules whose id begins with `rule`.
+        """Return the report with only the findings of a severity, a verdict, or rules whose id begins with `rule`.
 
-        A severity alone means what fails with it: `report.filter("error")`.
+        A severity alone selects failing findings: `report.filter("error")`.
         """
-        wanted = verdict or ("fail" if severity is not None else None)
-        kept = (
-            one
-            for one in self.findings
-            if (severity is None or one.severity == severity)
-            and (wanted is None or one.verdict == wanted)
-            and one.rule.id.startswith(rule.upper())
+        wanted_verdict = verdict or ("fail" if severity is not None else None)
+        findings = (
+            finding
+            for finding in self.findings
+            if (severity is None or finding.severity == severity)
+            and (wanted_verdict is None or finding.verdict == wanted_verdict)
+            and finding.rule.id.startswith(rule.upper())
         )
-        return replace(self, findings=tuple(kept))
+        return replace(self, findings=tuple(findings))
 
     def frame(self) -> Any:
-        """Every finding as a row: a pandas DataFrame where pandas is installed, else numpy arrays by column."""
+        """Return every finding as a row: a pandas DataFrame where pandas is installed, else numpy arrays by column."""
         from phalanx.io.notebook import as_frame
         from phalanx.rules.formats.text import findings_columns
 
@@ -199,12 +206,12 @@ class CheckReport:
 
 
 def is_remark(finding: Finding) -> bool:
-    """Whether a finding only informs: its rule is met all the same, and the exit code does not ask for it."""
+    """Return whether a finding only informs: its rule counts as met, and the exit code ignores it."""
     return finding.verdict == "fail" and finding.severity == "info"
 
 
 def is_open(finding: Finding) -> bool:
-    """Whether the evidence was missing."""
+    """Return whether the evidence for a finding was missing."""
     return finding.verdict == "unknown"
 
 
@@ -217,21 +224,26 @@ def judge(
     whole: bool = True,
     own: OwnRules = NO_OWN_RULES,
 ) -> CheckReport:
-    """Every rule over the evidence; `own` says which of them are the user's, and what of theirs is not among them.
+    """Judge every rule on the evidence; `own` holds the user's rules, with those that could not be run.
 
-    SPC001 looks at the waivers of the rules that are asked; `whole` says that nobody chose among them, so that a
-    waiver of a rule that does not exist can be told too.
+    SPC001 checks the waivers of the rules in `rules`. `whole` states that `rules` holds all rules, so that a waiver
+    of a rule that does not exist is reported too.
     """
     about_rules = (spc001_waivers.RULE.id, spc003_own_rules.RULE.id)
-    asked = [rule for rule in rules if rule.id not in about_rules]
+    judged_rules = [rule for rule in rules if rule.id not in about_rules]
     ids = {rule.id for rule in rules}
-    found = [_placed_finding(rule, evidence, outcome) for rule in asked for outcome in _rule_outcomes(rule, evidence)]
+    findings = [
+        _placed_finding(rule, evidence, outcome) for rule in judged_rules for outcome in _rule_outcomes(rule, evidence)
+    ]
     if spc003_own_rules.RULE.id in ids:
-        found += [_placed_finding(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
+        findings += [_placed_finding(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
     if evidence.job is not None or evidence.waivers:
-        statement = spc001_waivers.RULE.id in ids
-        found = _apply_waivers(found, evidence, asked, statement=statement, whole=whole and not own.left_out)
-    counts = bool(counted_records(evidence.drills, profile=evidence.profile.name))  # other records are no evidence
+        checks_waivers = spc001_waivers.RULE.id in ids
+        findings = _apply_waivers(
+            findings, evidence, judged_rules, statement=checks_waivers, whole=whole and not own.left_out
+        )
+    # Records of another hardware profile are not evidence.
+    counts = bool(counted_records(evidence.drills, profile=evidence.profile.name))
     return CheckReport(
         edition=edition,
         target=evidence.target,
@@ -240,11 +252,11 @@ def judge(
         devices=evidence.known_devices,
         evidence="".join(letter for letter in LETTERS if evidence.has(letter) and (letter != "D" or counts)),
         usd=evidence.usd,
-        findings=tuple(found),
+        findings=tuple(findings),
         require_evidence=require_evidence,
         unmapped=evidence.unmapped,
         notes=(
-            *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
+            *(f"{evidence.target}/{problem.where} {problem.what}" for problem in evidence.damaged.values()),
             *evidence.file_notes,
             *_trainer_notes(evidence),
         ),
@@ -254,21 +266,21 @@ def judge(
 
 
 def _trainer_notes(evidence: Evidence) -> list[str]:
-    """What our trainer would refuse or compute otherwise, where the plan is for it and nothing ran yet."""
+    """Return what `phalanx train` would refuse or compute otherwise; empty for other trainers and for runs."""
     plan = evidence.plan
     if plan is None or evidence.has("L") or not trains_with_phalanx(plan.job):
         return []
-    found = trainer_problems(plan.job, plan.layout, plan.cluster)
+    problems = trainer_problems(plan.job, plan.layout, plan.cluster)
     return [
-        *(f"phalanx train cannot run this: {one.where}: {one.what}" for one in found),
-        *(one.what for one in attention_remarks(plan.job.model, plan.job.data.sequence, ours=True)),
+        *(f"phalanx train cannot run this: {problem.where}: {problem.what}" for problem in problems),
+        *(remark.what for remark in attention_remarks(plan.job.model, plan.job.data.sequence, ours=True)),
     ]
 
 
 def limits_of(rule: Rule, evidence: Evidence) -> Limits:
-    """The limits of a rule for this profile and size."""
+    """Return the limits of a rule for this hardware profile and scaling class."""
     return Limits(
-        values={name: one.resolve(evidence.profile.name, evidence.scaling) for name, one in rule.limits.items()}
+        values={name: limit.resolve(evidence.profile.name, evidence.scaling) for name, limit in rule.limits.items()}
     )
 
 
@@ -282,48 +294,49 @@ def _rule_outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
         return _own_answer(rule, evidence)
     try:
         result = rule.check(evidence, limits_of(rule, evidence))
-    except Exception as error:  # a fault of ours in one rule must not hide what the others say, nor count as a pass
-        what = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
-        return (unknown(what, fix="this is a fault of Phalanx: report it with the file that was checked"),)
+    except Exception as error:
+        # A bug in one rule must neither hide the verdicts of the others nor count as a pass.
+        message = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
+        return (unknown(message, fix="this is a fault of Phalanx: report it with the file that was checked"),)
     return result if isinstance(result, tuple) else (result,)
 
 
 def _own_answer(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
-    """Of a user's rule. One that raises fails: who wrote it expects a clean report to mean that it was asked."""
+    """Run a user's rule. An exception is a failure, so that a clean report means that the rule really ran."""
     no_time = Impact(note="not known: the rule did not answer")
     try:
         result = rule.check(evidence, limits_of(rule, evidence))
     except (Exception, SystemExit) as error:
-        what = f"the rule raised {type(error).__name__}: {str(error)[:200]}"
-        return (failed(what, fix=f"correct the rule, at {last_line(error)}", impact=no_time),)
-    several = result if isinstance(result, tuple | list) else (result,)
-    if all(isinstance(one, Outcome) for one in several):
-        return tuple(several)
-    what = f"the rule returned {type(result).__name__}, not an outcome"
-    return (failed(what, fix="return passed(...), failed(...), unknown(...) or exempt(...)", impact=no_time),)
+        message = f"the rule raised {type(error).__name__}: {str(error)[:200]}"
+        return (failed(message, fix=f"correct the rule, at {last_line(error)}", impact=no_time),)
+    outcomes = result if isinstance(result, tuple | list) else (result,)
+    if all(isinstance(outcome, Outcome) for outcome in outcomes):
+        return tuple(outcomes)
+    message = f"the rule returned {type(result).__name__}, not an outcome"
+    return (failed(message, fix="return passed(...), failed(...), unknown(...) or exempt(...)", impact=no_time),)
 
 
 def _own_outcomes(own: OwnRules) -> list[Outcome]:
-    """SPC003: what of the user's rules could not be asked. Nothing is said where there are none."""
+    """Return the outcomes of SPC003, about the user's rules that could not be run; empty when there are none."""
     if not own.named:
         return []
     limit = spc003_own_rules.RULE.limits["left_out"].value
     assert isinstance(limit, int)
-    faults = [one for one in own.left_out if one.is_fault]
-    found = [unknown(one.what, fix=one.fix, at="rules") for one in own.left_out if not one.is_fault]
+    faults = [rule for rule in own.left_out if rule.is_fault]
+    outcomes = [unknown(rule.what, fix=rule.fix, at="rules") for rule in own.left_out if not rule.is_fault]
     note = Impact(note="costs no time by itself: nobody knows what the rule would have said")
     if len(faults) > limit:
-        found += [failed(one.what, fix=one.fix, at="rules", impact=note) for one in faults]
-    return found or [passed(f"{plural(own.named, 'rule')} of your own: all asked", value=0, threshold=limit)]
+        outcomes += [failed(rule.what, fix=rule.fix, at="rules", impact=note) for rule in faults]
+    return outcomes or [passed(f"{plural(own.named, 'rule')} of your own: all asked", value=0, threshold=limit)]
 
 
 def _missing_evidence(letters: Sequence[str], evidence: Evidence) -> Outcome:
-    """Evidence that is not there, and how to get it; a file that is there and damaged is named."""
-    what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
+    """Return the outcome for missing evidence, with the way to get it; a damaged file is named."""
+    message = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
     damage = evidence.damaged.get(letters[0])
     if damage is None:
-        return unknown(what, fix=HOW_TO_GET[letters[0]])
-    return unknown(f"{what}: {damage.where} {damage.what}", fix=damage.fix)
+        return unknown(message, fix=HOW_TO_GET[letters[0]])
+    return unknown(f"{message}: {damage.where} {damage.what}", fix=damage.fix)
 
 
 def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
@@ -340,18 +353,18 @@ def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding
 
 
 def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
-    """An edit names a key of the job; of another trainer's file it also says what the key is called there."""
+    """Add the name that another trainer's file has for each edited key to the notes of the edits."""
     if not evidence.their_keys or not outcome.edits:
         return outcome
     edits = []
     for edit in outcome.edits:
         notes = [edit.note, evidence.their_keys.get(edit.key, "")]
-        edits.append(replace(edit, note="; ".join(one for one in notes if one)))
+        edits.append(replace(edit, note="; ".join(note for note in notes if note)))
     return replace(outcome, edits=tuple(edits))
 
 
 def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
-    """Of an answer: its own or its rule's, softer in small classes and harder in large ones."""
+    """Return the severity of an answer: its own or its rule's, lowered in small classes and raised in large ones."""
     severity = outcome.severity or rule.severity
     if is_small(rule, outcome, evidence):
         return "info"
@@ -365,21 +378,21 @@ def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
 def _apply_waivers(
     found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, statement: bool, whole: bool
 ) -> list[Finding]:
-    """Open findings that a waiver covers; and, where it is `statement`, what is wrong with the waivers."""
-    broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown", "habit")}
-    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
+    """Mark the findings that a waiver covers as waived; with `statement`, add findings on the waivers themselves."""
+    broken = {finding.rule.id for finding in found if finding.verdict in ("fail", "unknown", "habit")}
+    waivers = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
-    for one in found:
-        reason = settled.reasons.get(one.rule.id, "")
-        waived = bool(reason) and one.verdict in ("fail", "unknown", "habit")
-        result.append(replace(one, verdict="waived", reason=reason) if waived else one)
+    for finding in found:
+        reason = waivers.reasons.get(finding.rule.id, "")
+        waived = bool(reason) and finding.verdict in ("fail", "unknown", "habit")
+        result.append(replace(finding, verdict="waived", reason=reason) if waived else finding)
     extra = (
-        [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []
+        [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in waivers.outcomes] if statement else []
     )
     return [*result, *extra]
 
 
-# Waivers: rules a job breaks on purpose, with a reason and a last day. Old and idle ones are findings themselves.
+# Waivers: rules a job breaks on purpose, with a reason and a last day. Expired and unused waivers are findings.
 
 
 COSTS_NO_TIME = Impact(note="costs no time by itself: it hides what does")
@@ -387,14 +400,18 @@ COSTS_NO_TIME = Impact(note="costs no time by itself: it hides what does")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waived:
-    """Reasons by rule id, and what is wrong with the waivers themselves."""
+    """Reasons of the valid waivers by rule id, and the outcomes on the waivers themselves."""
 
     reasons: Mapping[str, str]
     outcomes: tuple[Outcome, ...]
 
 
 def settle_waivers(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule], whole: bool) -> Waived:
-    """Which rules are waived. `broken` ones of those `asked` failed or lack evidence; `whole`: all rules were asked."""
+    """Match the waivers with the rules.
+
+    `broken` are the ids of rules in `asked` that failed or lack evidence; `whole` states that all rules were
+    judged.
+    """
     rules = {rule.id: rule for rule in asked}
     reasons: dict[str, str] = {}
     outcomes: list[Outcome] = []
@@ -420,17 +437,18 @@ def _is_over(waiver: Waiver, today: date) -> bool:
 
 
 def _empty_waiver(waiver: Waiver, index: int) -> Outcome:
-    from phalanx.rules.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports rules
+    # At the top it would be a circular import: `edition` imports the rules.
+    from phalanx.rules.edition import EDITION, all_rules
 
     titles = {rule.id: rule.slug for rule in all_rules()}
     if waiver.rule == spc001_waivers.RULE.id:
-        what, fix = f"{waiver.rule} cannot be waived: it is about waivers", "take the waiver out"
+        problem, fix = f"{waiver.rule} cannot be waived: it is about waivers", "take the waiver out"
     else:
         close = nearest(waiver.rule, titles)
-        what = f"{waiver.rule} is no rule of edition {EDITION}"
+        problem = f"{waiver.rule} is no rule of edition {EDITION}"
         fix = f"did you mean {close} ({titles[close]})?" if close else "phalanx rules lists them"
     return failed(
-        f"the waiver of {waiver.rule} waives nothing: {what}",
+        f"the waiver of {waiver.rule} waives nothing: {problem}",
         value=waiver.rule,
         impact=COSTS_NO_TIME,
         fix=fix,
@@ -450,13 +468,16 @@ def _expired_waiver(waiver: Waiver, index: int, today: date) -> Outcome:
 
 
 def _unused_waiver(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
-    """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
+    """Return the outcome for a waiver of a rule that is met.
+
+    Before the run, a rule that also reads the log may still need its waiver: this is only severity info.
+    """
     later = "L" in rule.uses and not evidence.has("L")
     severity: Severity = "info" if later else "warning"
-    statement = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
+    remark = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
     fix = "take it out, unless the run is known to need it" if later else "take it out"
     return failed(
-        f"the waiver of {waiver.rule} {statement}",
+        f"the waiver of {waiver.rule} {remark}",
         value=waiver.rule,
         severity=severity,
         impact=COSTS_NO_TIME,

@@ -1,9 +1,9 @@
-"""The specification for programs: check a job, plan or run; list the rules. `explain.py` explains one.
+"""The Python interface of the specification: check a job, plan or run, and list the rules.
 
 >>> from phalanx.rules.specification import check
 >>> report = check("examples/llama-3-8b-64xH100.toml")    # doctest: +SKIP
 >>> print(report)                                         # doctest: +SKIP
->>> [one.rule.id for one in report.filter("error")]       # doctest: +SKIP
+>>> [finding.rule.id for finding in report.filter("error")]       # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ __all__ = [
 ]
 
 Target = str | os.PathLike[str] | Plan | ResolvedJob | Job | Run
-BEFORE = frozenset("JP")  # what is there before a run starts
-ABOUT_RULES = (spc001_waivers.RULE, spc003_own_rules.RULE)  # asked whatever is selected, unless ignored by name
+BEFORE = frozenset("JP")  # evidence that exists before a run starts
+# Judged whatever is selected, unless ignored by name.
+ABOUT_RULES = (spc001_waivers.RULE, spc003_own_rules.RULE)
 
 
 def check(
@@ -77,37 +78,42 @@ def check(
     today: date | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
-    """What the specification says of a job, a plan or a run, or of a file or folder that holds one.
+    """Check a job, a plan or a run, or a file or folder that holds one, against the rules of the specification.
 
     A path may be a job file, a plan, a run folder, or another trainer's configuration (`source` names the trainer).
 
-    - `rules`: rules of your own, as objects or as "file.py:name"; naming one here is the consent to run it.
+    - `rules`: your own rules, as objects or as "file.py:name"; naming one here is the consent to run it.
     - `allow_code`: also run the rules that the job itself names.
-    - `select`, `ignore`: ids of rules or their beginnings, as "CKP,FLT001" or ["CKP", "FLT001"].
-    - `profile`, `cluster`, `overrides`, `drills`, `waivers`: as the options of `phalanx check`; `request` has all of
+    - `select`, `ignore`: ids of rules or id prefixes, such as "CKP,FLT001" or ["CKP", "FLT001"].
+    - `profile`, `cluster`, `overrides`, `drills`, `waivers`: as the options of `phalanx check`; `request` holds all of
       them, and more, in one value.
+    - `require_evidence`: count rules without evidence as problems.
+    - `today`: the date that decides whether waivers have expired; the current date in UTC by default.
+    - `progress`: called with the bytes read and the total bytes while a run log is read.
 
     Raises UserError when the target is nothing that can be checked.
     """
-    chosen, ignored = _word_list(select), _word_list(ignore)
-    own = collect_own_rules(rules)
-    if not allow_code:  # else the job may bring rules that match
-        select_rules(chosen, ignored, own.rules)  # first: a misspelt group should not cost the reading of a log
+    selected_words, ignored_words = _word_list(select), _word_list(ignore)
+    own_rules = collect_own_rules(rules)
+    # With consent to run code, the job may define rules that match.
+    if not allow_code:
+        # Before the evidence is gathered: a misspelt group must not cost the reading of a log.
+        select_rules(selected_words, ignored_words, own_rules.rules)
     if request is None:
         request = Request(
             overrides=tuple(overrides),
             cluster=cluster,
             profile=profile,
-            drills=tuple(Path(one) for one in drills),
+            drills=tuple(Path(drill) for drill in drills),
             source=source,
             waivers=Path(waivers) if waivers is not None else None,
         )
     evidence = evidence_of(what, request, today=today, progress=progress)
     return check_evidence(
         evidence,
-        rules=own.rules,
-        select=chosen,
-        ignore=ignored,
+        rules=own_rules.rules,
+        select=selected_words,
+        ignore=ignored_words,
         require_evidence=require_evidence,
         allow_code=allow_code,
     )
@@ -116,7 +122,7 @@ def check(
 def evidence_of(
     what: Target, request: Request, *, today: date | None = None, progress: Progress | None = None
 ) -> Evidence:
-    """All evidence about a target: a path, or what is in hand already."""
+    """Gather all evidence about a target: a path, or a job, plan or run in memory."""
     day, environ = today or this_day(), dict(os.environ)
     if isinstance(what, Plan):
         return of_plan(what, request, today=day, environ=environ)
@@ -141,18 +147,24 @@ def check_evidence(
     require_evidence: bool = False,
     allow_code: bool = False,
 ) -> CheckReport:
-    """`check` for evidence that is in hand."""
-    own = own_rules_of(evidence, rules, allow_code=allow_code)
-    chosen = rules_of(select, ignore, own)
+    """Check evidence that has already been gathered; the parameters are as for `check`."""
+    own_rules = own_rules_of(evidence, rules, allow_code=allow_code)
+    selected = rules_of(select, ignore, own_rules)
     if select and _names_rule(spc001_waivers.RULE, select):
-        # Whether a waiver is used is known when its rule was asked, chosen or not.
+        # A waiver is used or unused only once its rule was judged, so all rules run and the selected ones are kept.
         report = judge(
-            (*all_rules(), *own.rules), evidence, edition=EDITION, require_evidence=require_evidence, own=own
+            (*all_rules(), *own_rules.rules),
+            evidence,
+            edition=EDITION,
+            require_evidence=require_evidence,
+            own=own_rules,
         )
-        ids = {rule.id for rule in chosen}
-        return replace(report, findings=tuple(one for one in report.findings if one.rule.id in ids))
-    whole = not select and not ignore
-    return judge(chosen, evidence, edition=EDITION, require_evidence=require_evidence, whole=whole, own=own)
+        ids = {rule.id for rule in selected}
+        return replace(report, findings=tuple(finding for finding in report.findings if finding.rule.id in ids))
+    all_selected = not select and not ignore
+    return judge(
+        selected, evidence, edition=EDITION, require_evidence=require_evidence, whole=all_selected, own=own_rules
+    )
 
 
 def check_plan(
@@ -163,46 +175,46 @@ def check_plan(
     allow_code: bool = False,
     today: date | None = None,
 ) -> CheckReport:
-    """The rules that a job and its plan settle: what `phalanx train` asks before it starts."""
+    """Check the rules that need only a job and its plan, as `phalanx train` does before it starts."""
     request = Request(look=False)
     evidence = of_job(resolved, request, today=today or this_day(), environ=dict(os.environ), made=plan)
-    own = own_rules_of(evidence, rules, allow_code=allow_code)
-    asked = [rule for rule in (*all_rules(), *own.rules) if set(rule.requires) <= BEFORE]
-    return judge(asked, evidence, edition=EDITION, whole=False, own=own)
+    own_rules = own_rules_of(evidence, rules, allow_code=allow_code)
+    settled_rules = [rule for rule in (*all_rules(), *own_rules.rules) if set(rule.requires) <= BEFORE]
+    return judge(settled_rules, evidence, edition=EDITION, whole=False, own=own_rules)
 
 
 def list_rules(
     select: str | Sequence[str] = (), *, profile: str | None = None, rules: Iterable[RuleSource] = ()
 ) -> tuple[Rule, ...]:
-    """The rules of the edition and your own; with `profile`, those that hold for that kind of hardware."""
+    """Return the rules of the edition and your own; with `profile`, those that apply to that kind of hardware."""
     from phalanx.rules.profiles import find_profile
 
-    found = select_rules(_word_list(select), own=collect_own_rules(rules).rules)
+    selected = select_rules(_word_list(select), own=collect_own_rules(rules).rules)
     name = find_profile(profile).name if profile is not None else ""
-    return tuple(one for one in found if not name or not one.profiles or name in one.profiles)
+    return tuple(rule for rule in selected if not name or not rule.profiles or name in rule.profiles)
 
 
 def own_rules_of(evidence: Evidence, given: Iterable[RuleSource], *, allow_code: bool) -> OwnRules:
-    """The user's rules for some evidence: given, named by its job, installed."""
+    """Return the user's rules for some evidence: those passed in, named by its job, and installed."""
     names = evidence.job.rules if evidence.job is not None else ()
     folder = Path(evidence.job_file or evidence.plan_file).parent
     return collect_own_rules(given, job_names=names, folder=folder, allow_code=allow_code)
 
 
 def base_of(run: Run, *, request: Request | None = None, today: date | None = None) -> Evidence:
-    """What a run says without its events; `gather.with_log` adds them, as `live.LiveCheck` does while it grows."""
+    """Return the evidence of a run without its events; `gather.with_log` adds them, as `LiveCheck` does repeatedly."""
     return before_log(run, request or Request(), today=today or this_day(), environ=dict(os.environ))
 
 
 def rules_of(chosen: str, ignored: str, own: OwnRules) -> tuple[Rule, ...]:
-    """The rules that are selected. SPC001 comes along for their waivers, SPC003 for the user's own rules."""
+    """Return the selected rules, and SPC001 for waivers and SPC003 for the user's own rules unless ignored by name."""
     rules = select_rules(chosen, ignored, own.rules)
-    more = [one for one in ABOUT_RULES if one not in rules and not _names_rule(one, ignored)]
-    return (*rules, *more)
+    extra_rules = [rule for rule in ABOUT_RULES if rule not in rules and not _names_rule(rule, ignored)]
+    return (*rules, *extra_rules)
 
 
 def _names_rule(rule: Rule, words: str) -> bool:
-    """Whether a rule is among ids or their beginnings."""
+    """Return whether a rule's id begins with one of the comma-separated words."""
     return any(word.strip() and rule.id.startswith(word.strip().upper()) for word in words.split(","))
 
 
@@ -211,5 +223,5 @@ def _word_list(words: str | Sequence[str]) -> str:
 
 
 def this_day() -> date:
-    """Today, in UTC: a waiver ends everywhere at once."""
+    """Return today's date in UTC, so that a waiver expires at the same moment everywhere."""
     return datetime.now(UTC).date()

@@ -1,4 +1,4 @@
-"""Which findings about another trainer's file count: habits of the trainer stand apart, small losses are remarks."""
+"""The weight of findings about another trainer's file: defaults of the trainer and small losses do not count."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phalanx.rules.outcome import Outcome
 from phalanx.rules.rule import Rule
 from phalanx.units import DAY_S, HOUR_S
 
-# Rules that ask how a trainer behaves. Of another trainer's file what they find without a line of it, by a default or
-# by what the framework does, is the same for each file of that trainer and no finding of this one.
+# Rules about how a trainer behaves. In another trainer's file, a finding of such a rule that points at no line, because
+# it comes from a default or from the framework, is the same for each file of that trainer and is not counted.
 ABOUT_TRAINERS = (
     "FLT",
     "TEL",
@@ -27,44 +27,48 @@ ABOUT_TRAINERS = (
     "EFF001",
     "PRC004",
 )
-CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every trainer here has a key for it
-# Rules whose findings cost time, and neither the run nor what it learns.
+# A value left out is a choice all the same: every supported trainer has a key for it.
+CHOSEN_BY_FILE = ("optim.clip",)
+# Rules whose findings cost time, and harm neither the run nor what it learns.
 COSTS_TIME = ("BAT004", "CKP001", "CKP004", "COM003", "COM004", "EFF", "TOP002", "TOP004")
-# Rules about what a run learns or leaves behind, and about settings for finding faults: no matter of a trial.
+# Rules about what a run learns or leaves behind, and about settings for finding faults: irrelevant to a trial run.
 OF_REAL_RUNS = ("OPT001", "PRC", "CKP006", "DAT", "ENV001", "SEC001")
-# Of another trainer's file, lost time below both is a remark, and so is what costs the job less than the last: nobody
-# rewrites a script for it. Our choice.
+# In another trainer's file, a loss of time below both of the first two is a remark, and so is one that costs the job
+# less than the last: not worth rewriting a script. Our choice.
 SMALL_POINTS, SMALL_USD, LEAST_USD = 1.0, 10_000.0, 1_000.0
-# A run that its own script ends within so long is a trial: what it loses is lost once. Our choice.
+# A run that its own script ends within this time is a trial: it loses time only once. Our choice.
 TRIAL_S, FEW_STEPS = 4 * HOUR_S, 100
-LEAST_TOKENS = 1.0  # for each parameter: compute-optimal runs have 20 (arXiv:2203.15556); our choice
+# Tokens per parameter: compute-optimal runs have 20 (arXiv:2203.15556); the limit is our choice.
+LEAST_TOKENS = 1.0
 _TRIAL_FILE = re.compile(r"(?<![a-z])(debug|smoke|dry|profil\w*|toy|sanity|trial)(?![a-z])", re.IGNORECASE)
 _TRIAL_JOB = re.compile(rf"{_TRIAL_FILE.pattern}|(?<![a-z])(test|tests|testing)(?![a-z])", re.IGNORECASE)
 _LIMIT = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,4}))?(?::(\d{1,4}))?")
 
 
 def is_habit(rule: Rule, outcome: Outcome, evidence: Evidence, line: int) -> bool:
-    """Whether it is what the trainer does or lacks, the same for each of its files."""
+    """Return whether a finding is default behaviour of another trainer, the same for each of its files."""
     if not evidence.is_foreign or outcome.verdict != "fail" or rule.origin:
         return False
-    if rule.id == "PRC002":  # it points at the line of the format: a sum by default is the trainer's all the same
+    # PRC002 points at the line of the number format even when the sum is a default of the trainer.
+    if rule.id == "PRC002":
         origin = evidence.origins.get(str(outcome.at))
         return origin is None or "default of" in origin.where
     return rule.id.startswith(ABOUT_TRAINERS) and not line and outcome.at not in CHOSEN_BY_FILE
 
 
 def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
-    """Whether a finding of another trainer's file costs too little time to ask for an edit."""
+    """Return whether a finding of another trainer's file costs too little time to ask for an edit."""
     impact = outcome.impact
     if not evidence.is_foreign:
         return False
-    if rule.id == "ENV001" and outcome.severity == "error":  # a credential is known to everybody, however short the run
+    # A leaked credential is known to others, however short the run.
+    if rule.id == "ENV001" and outcome.severity == "error":
         return False
     if rule.id.startswith((*COSTS_TIME, *OF_REAL_RUNS)) and is_trial(evidence):
         return True
     if rule.id.startswith(OF_REAL_RUNS) and learns_nothing(evidence):
         return True
-    # Seconds of a wait are the file's own; what is lost of a training needs to know how long that is.
+    # The seconds of a wait are stated by the file itself; a share of the training needs the length of the training.
     if rule.id.startswith(COSTS_TIME) and rule.id != "COM004" and not evidence.says_length:
         return True
     cheap = impact.points is not None and impact.usd is not None and impact.usd < LEAST_USD
@@ -76,9 +80,9 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
 
 
 def is_trial(evidence: Evidence) -> bool:
-    """Whether another trainer's file says itself that it ends within hours, or is there to find a fault.
+    """Return whether another trainer's file states that it ends within hours, or exists to find a fault.
 
-    Slurm's limit or the name of its job, the file's own name, few steps, made-up data, a profiler.
+    Signs: Slurm's time limit or job name, the file's own name, few steps, mock data, a profiler.
     """
     limit, name = evidence.find_setting("SBATCH.time"), evidence.find_setting("SBATCH.job-name")
     if limit is not None and 0 < slurm_seconds(str(limit.value)) <= TRIAL_S:
@@ -99,7 +103,7 @@ def is_trial(evidence: Evidence) -> bool:
 
 
 def learns_nothing(evidence: Evidence) -> bool:
-    """Whether a Megatron script trains new weights on less than a token for each: a test of speed, whatever it says."""
+    """Return whether a Megatron script trains new weights on less than one token per parameter, as speed tests do."""
     job, steps = evidence.the_job, evidence.setting_number("train_iters")
     shape = evidence.origins.get("model.hidden")
     if evidence.practice.trainer != "megatron" or not steps or shape is None or "stand-in" in shape.where:
@@ -111,15 +115,17 @@ def learns_nothing(evidence: Evidence) -> bool:
 
 
 def slurm_seconds(text: str) -> float:
-    """A limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, or days before any of these.
+    """Return the seconds of a time limit of sbatch; 0 when it is not a time.
+
+    The forms are minutes, minutes:seconds, hours:minutes:seconds, and days before any of these.
 
     >>> slurm_seconds("30"), slurm_seconds("00-03:00:00"), slurm_seconds("2-0"), slurm_seconds("UNLIMITED")
     (1800.0, 10800.0, 172800.0, 0.0)
     """
-    found = _LIMIT.fullmatch(text.strip())
-    if found is None:
+    match = _LIMIT.fullmatch(text.strip())
+    if match is None:
         return 0.0
-    days, *parts = found.groups()
-    numbers = [int(one) for one in parts if one is not None]
+    days, *parts = match.groups()
+    numbers = [int(text_part) for text_part in parts if text_part is not None]
     units = (HOUR_S, 60.0, 1.0) if days is not None or len(numbers) == 3 else (60.0, 1.0)
     return int(days or 0) * DAY_S + sum(number * unit for number, unit in zip(numbers, units, strict=False))

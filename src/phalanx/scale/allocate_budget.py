@@ -1,4 +1,8 @@
-"""Size the large run by a law: N*, D*, the price of being off, over-training for serving, the layout and its bill."""
+"""Size the large run by a scaling law: model, tokens, learning rate and batch, its plan on a cluster, and its job file.
+
+For a budget C in FLOPs, N* and D* are the parameters and training tokens with the lowest loss. A smaller model that
+is trained longer may be cheaper once serving counts.
+"""
 
 from __future__ import annotations
 
@@ -24,40 +28,47 @@ from phalanx.scale.shapes import counted_params, nearest_shape
 from phalanx.scale.step_law import RunRates, rates_of_run, step_law
 from phalanx.units import format_count, parse_count
 
-FIRST_MFU = 0.4  # of the first guess from GPU-hours; the planner's own replaces it
-FAR_SHAPE = 1.5  # times off the best size: the page says why
+# MFU of the first guess from GPU-hours; the planner's value replaces it.
+FIRST_MFU = 0.4
+# Ratio of the shape's size to the best size above which the page explains the difference.
+FAR_SHAPE = 1.5
+# Decades of compute between the budget and the fit's runs that need no --extrapolate.
 MOST_DECADES = 2.0
-BATCH_TRIES = 5  # doublings of the batch until the planner can place it
-HOURS_ROUNDS = 12  # budgets that are planned until one takes the GPU-hours
-HOURS_OFF = 0.01  # of them: near enough
+# Doublings of the batch until the planner can place it.
+BATCH_TRIES = 5
+# Budgets that are planned until one takes the GPU-hours.
+HOURS_ROUNDS = 12
+# Difference from the GPU-hours, as a share of them, that is accepted.
+HOURS_OFF = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffOptimum:
-    """A model of another size for the same budget."""
+    """The outcome of training a model of another size for the same budget."""
 
     factor: float
     params: float
     tokens: float
     loss: float
-    wasted_compute: float  # share of the budget that the optimum would need less for this loss
+    wasted_compute: float  # share of the budget that the best size would save for this loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingChoice:
-    """A smaller model, trained longer to the same loss, that is cheaper once it is served."""
+    """A smaller model, trained longer to the same loss, that is cheaper when the cost of serving is included."""
 
     inference_tokens: float
     params: float
     tokens: float
     training_flops: float
     total_flops: float
-    saved: float  # of training and serving together, against the compute-optimal model
+    # Share of training and serving compute that it saves over the compute-optimal model.
+    saved: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """What to train for a budget, and on what."""
+    """The model to train for a budget, its training settings, and its plan on a cluster."""
 
     method: str
     fit_sha256: str
@@ -65,12 +76,13 @@ class Allocation:
     budget_source: str
     decades_beyond: float
     best: dict[str, FitEstimate]  # params, tokens, tokens_per_param, loss
-    chinchilla_rule_inside: bool | None  # whether 20 tokens per parameter are inside the interval
+    # True if 20 tokens per parameter are inside the interval.
+    chinchilla_rule_inside: bool | None
     off: tuple[OffOptimum, ...]
     serving: ServingChoice | None
     params_counted: str
     shape: ModelShape
-    shape_params: int  # as the law counts
+    shape_params: int  # counted as the law counts parameters
     tokens: float
     predicted_loss: float
     lr: float
@@ -79,7 +91,7 @@ class Allocation:
     step_law_lr: float
     step_law_batch_tokens: float
     plan: Plan | None
-    cluster_spec: str  # as it was asked for; empty without a cluster
+    cluster_spec: str  # as the caller gave it; empty without a cluster
     job_toml: str
     notes: tuple[str, ...]
 
@@ -97,12 +109,16 @@ def allocate_budget(
     data: str,
     name: str,
 ) -> Allocation:
-    """All of it; raises UserError where the law would be extended further than it can carry."""
+    """Size a run for a budget in FLOPs or GPU-hours; raises UserError where the law is extrapolated too far.
+
+    `extrapolate` permits a budget more than two decades beyond the runs of the fit. `inference_tokens` are the tokens
+    that the model will serve; with them a smaller model may be cheaper in total.
+    """
     if budget is None and gpu_hours is None:
         raise mistake("phalanx scale allocate", "needs either --budget or --gpu-hours", fix="e.g. --budget 1e24")
     if budget is not None and gpu_hours is not None:
-        what = "takes --budget or --gpu-hours, not both"
-        raise mistake("phalanx scale allocate", what, fix="leave one of them out: each decides the other")
+        problem = "takes --budget or --gpu-hours, not both"
+        raise mistake("phalanx scale allocate", problem, fix="leave one of them out: each decides the other")
     if gpu_hours is not None and cluster is None:
         raise mistake("--gpu-hours", "means nothing without a cluster", fix="add --cluster, e.g. 8xH100:512")
     machine = resolve_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -126,66 +142,72 @@ def allocate_budget(
 
 
 def _allocate_hours(settings: _Settings, text: str, machine: Cluster, *, extrapolate: bool) -> Allocation:
-    """The budget whose planned run takes so many device-hours.
+    """Return the allocation whose planned run takes the given device-hours, searched over budgets in FLOPs.
 
-    Hours are in proportion to FLOPs while shape, batch and layout stay; where these change they jump, and a step by the
-    ratio alone can go to and fro over the jump for ever: the two nearest budgets bound the next.
+    Hours are proportional to FLOPs while shape, batch and layout stay the same, and jump where these change. Steps by
+    the ratio alone could alternate across such a jump forever, so the two nearest budgets bound the next.
     """
     hours = positive_amount("--gpu-hours", text)
+    # The first guess; each round replaces it by the ratio of wanted to planned hours.
     flops = hours * 3600.0 * float(machine.accelerator.peak_bf16_flops) * FIRST_MFU
     low, high = 0.0, math.inf
     best: Allocation | None = None
     for _ in range(HOURS_ROUNDS):
-        made = _allocate_flops(settings, flops, f"{text} GPU-hours", machine)
-        if made.plan is None:
+        candidate = _allocate_flops(settings, flops, f"{text} GPU-hours", machine)
+        if candidate.plan is None:
             guess = (
                 f"the GPU-hours are taken as FLOPs at a guess, {FIRST_MFU:.0%} of the peak: no plan says how fast it is"
             )
-            best = replace(made, notes=(*made.notes, guess)) if best is None else best
+            best = replace(candidate, notes=(*candidate.notes, guess)) if best is None else best
             break
-        if best is None or _hours_off(made, hours) < _hours_off(best, hours):
-            best = made
+        if best is None or _hours_off(candidate, hours) < _hours_off(best, hours):
+            best = candidate
         if _hours_off(best, hours) < HOURS_OFF:
             break
-        taken = made.plan.bill.device_hours
-        low, high = (max(low, flops), high) if taken < hours else (low, min(high, flops))
-        flops *= hours / taken
+        spent = candidate.plan.bill.device_hours
+        low, high = (max(low, flops), high) if spent < hours else (low, min(high, flops))
+        flops *= hours / spent
         if not low < flops < high:
             flops = math.sqrt(low * high)
         if high / max(low, 1e-300) < 1.0 + 1e-4:
-            break  # a jump: no budget between takes the hours
+            # At a jump no budget takes exactly these hours.
+            break
     assert best is not None
     _refuse_far(settings.fit, best.flops, extrapolate=extrapolate, option="--gpu-hours")
     if best.plan is None or _hours_off(best, hours) < HOURS_OFF:
         return best
-    taken = best.plan.bill.device_hours
+    spent = best.plan.bill.device_hours
     note = (
-        f"this run takes {format_count(taken)} device-hours, {100 * (taken / hours - 1):+.1f} % from --gpu-hours "
+        f"this run takes {format_count(spent)} device-hours, {100 * (spent / hours - 1):+.1f} % from --gpu-hours "
         f"{text}: model sizes, batches and layouts come in steps, and none was found nearer"
     )
     return replace(best, notes=(*best.notes, note))
 
 
 def _hours_off(made: Allocation, hours: float) -> float:
-    """How far the bill is from the hours, as a share of them."""
+    """Return the difference between the bill's device-hours and `hours`, as a share of `hours`."""
     assert made.plan is not None
     return abs(made.plan.bill.device_hours / hours - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:
+    """Settings of an allocation that do not depend on the budget."""
+
     fit: ScalingFit
     vocab: int
     sequence: int
     data: str
     name: str
     served: float
-    spec: str  # of the cluster as it was asked for: its name may be no spec
-    option: str  # that says the budget
+    # The cluster's spec as the caller gave it: the cluster's name may not be a spec.
+    spec: str
+    # The option that set the budget, for messages.
+    option: str
 
 
 def positive_amount(option: str, text: str) -> float:
-    """A positive number such as 1e24 or 2T."""
+    """Parse a positive number such as 1e24 or 2T; raises UserError."""
     try:
         value = parse_count(text) if text[-1:].isalpha() else float(text)
     except (ValueError, UserError):
@@ -196,7 +218,7 @@ def positive_amount(option: str, text: str) -> float:
 
 
 def _served_tokens(text: str) -> float:
-    """Tokens that a model serves in its life: more than a run can train on are a slip of the exponent."""
+    """Parse the tokens that a model serves in its life; more than MAX_TOKENS are taken for a wrong exponent."""
     served = positive_amount("--inference-tokens", text)
     if served > MAX_TOKENS:
         raise mistake("--inference-tokens", f"{served:.3g} are more than {MAX_TOKENS:.0e}", fix="write it as 5T")
@@ -204,7 +226,7 @@ def _served_tokens(text: str) -> float:
 
 
 def _refuse_far(fit: ScalingFit, flops: float, *, extrapolate: bool, option: str) -> None:
-    """Raise UserError for a budget more than two decades from those of the fit, unless that was asked for."""
+    """Raise UserError for a budget more than two decades from the fit's runs, unless `extrapolate` is set."""
     smallest, largest = fit.data.flops_range
     beyond, below = math.log10(flops / largest), math.log10(smallest / flops)
     if extrapolate or max(beyond, below) <= MOST_DECADES:
@@ -227,7 +249,7 @@ def _refuse_far(fit: ScalingFit, flops: float, *, extrapolate: bool, option: str
 
 
 def _more_than(value: float, limit: float) -> str:
-    """A number above a limit, with as many digits as it takes to see that.
+    """Format a number above a limit with as many digits as show that it is above.
 
     >>> _more_than(3.14, 2.0), _more_than(2.004, 2.0)
     ('3.1', '2.004')
@@ -239,7 +261,7 @@ def _more_than(value: float, limit: float) -> str:
 
 
 def _refuse_degenerate(settings: _Settings, params: float, tokens: float, flops: float) -> None:
-    """Raise UserError where the optimum is at the bound of what is searched, or no job file can hold it."""
+    """Raise UserError where the optimum is at the edge of the search range, which no job can use."""
     if params <= 1.0 + 1e-9 or tokens <= 1.0 + 1e-9:
         raise mistake(
             settings.option,
@@ -265,7 +287,8 @@ def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) ->
             f"{format_count(tokens)} tokens: less than one sequence of {settings.sequence:,}",
             fix="name a larger budget, or a smaller --vocab and --sequence",
         )
-    if tokens > MAX_TOKENS / 2:  # whole steps may round it up
+    # MAX_TOKENS / 2, as rounding to whole steps may increase it.
+    if tokens > MAX_TOKENS / 2:
         raise mistake(
             settings.option,
             f"asks for {tokens:.2e} training tokens of {format_count(size)} parameters",
@@ -275,6 +298,7 @@ def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) ->
 
 
 def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Cluster | None) -> Allocation:
+    """Return the allocation of a budget in FLOPs, planned on `machine` if there is one."""
     fit, values = settings.fit, settings.fit.values()
     _refuse_degenerate(settings, *law_optimum(fit.method, values, flops), flops)
     best = optimum_estimates(fit, flops)
@@ -285,9 +309,10 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     counted = fit.data.params_counted
     shape = nearest_shape(params, counted=counted, vocab=settings.vocab, name=settings.name)
     size = counted_params(shape, counted)
-    far = max(size / params, params / size)
+    size_ratio = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
-    tokens = training / (6.0 * size)  # the shape is not exactly N*: the budget stays, the tokens follow
+    # The shape has not exactly N* parameters: the budget stays, and the tokens follow.
+    tokens = training / (6.0 * size)
     _refuse_run(settings, params, size, tokens)
     used = fit.used_rates
     bare = counted_params(shape, "no-embedding-no-head")
@@ -295,9 +320,9 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     law_lr, law_batch = step_law(bare, tokens)
     notes = [rates.sentence] if rates.sentence else []
     plan, job_toml, batch = _plan_allocation(settings, shape, tokens, rates, machine, notes)
-    if far > FAR_SHAPE:
+    if size_ratio > FAR_SHAPE:
         notes.append(
-            f"the nearest shape with a vocabulary of {settings.vocab:,} is {format_count(far)} times off N*: "
+            f"the nearest shape with a vocabulary of {settings.vocab:,} is {format_count(size_ratio)} times off N*: "
             "give the vocabulary of the runs with --vocab"
         )
     decades = max(0.0, math.log10(flops / fit.data.flops_range[1]))
@@ -305,10 +330,11 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
         notes += [
             f"this is {decades:.1f} decades beyond the runs of the fit; errors of such extrapolations on public data:"
         ]
-        notes += [f"  {one}" for one in EXTRAPOLATIONS]
+        notes += [f"  {extrapolation}" for extrapolation in EXTRAPOLATIONS]
     if fit.method == "overtrain":
         notes.append("overtrain holds α = β: its N* grows as C^0.5 whatever the runs say")
-    notes += [f"of the fit: {one}" for one in fit.warnings]  # what speaks against it speaks against this
+    # Warnings about the fit apply to the allocation too.
+    notes += [f"of the fit: {warning}" for warning in fit.warnings]
     ratio = best["tokens_per_param"]
     inside = None if ratio.low is None or ratio.high is None else ratio.low <= 20.0 <= ratio.high
     return Allocation(
@@ -339,12 +365,13 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
 
 
 def _off_optimum(fit: ScalingFit, flops: float, factor: float) -> OffOptimum:
-    """The loss of a model `factor` times the best size, and the budget that the best size would need for it."""
+    """Return the loss of a model `factor` times the best size, and the share of the budget it wastes."""
     values = fit.values()
     params, _ = law_optimum(fit.method, values, flops)
     size = params * factor
     tokens = flops / (6.0 * size)
     loss = law_loss(fit.method, values, size, tokens)
+    # Bisect the budget at which the best size reaches the same loss.
     low, high = flops / 1e3, flops
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -354,7 +381,7 @@ def _off_optimum(fit: ScalingFit, flops: float, factor: float) -> OffOptimum:
 
 
 def _serving_choice(fit: ScalingFit, flops: float, served: float) -> ServingChoice:
-    """The model of the same loss with the least training and serving compute (2·N per served token).
+    """Return the model of the same loss with the least training and serving compute (2·N per served token).
 
     The question of arXiv:2401.00448: a smaller model needs more training tokens, and each served token costs less.
     """
@@ -385,7 +412,7 @@ def _serving_choice(fit: ScalingFit, flops: float, served: float) -> ServingChoi
 def _tokens_for_loss(
     method: str, values: dict[str, float], params: float, target: float, *, at_least: float
 ) -> float | None:
-    """Tokens after which a model reaches a loss; None where it never does (within a million times as many)."""
+    """Return the tokens after which a model reaches a loss; None where a million times `at_least` are not enough."""
     low, high = at_least, at_least * 1e6
     if law_loss(method, values, params, high) > target:
         return None
@@ -403,18 +430,19 @@ def _plan_allocation(
     machine: Cluster | None,
     notes: list[str],
 ) -> tuple[Plan | None, str, int]:
-    """The job, and its plan where there is a cluster; the batch is doubled until the planner can place it.
+    """Return the plan, the job file and its batch; without a cluster the plan is None.
 
-    A job that cannot be placed either way keeps the batch that is right for it.
+    The batch is doubled until the planner can place the job. A job that cannot be placed even then keeps the original
+    batch, and the plan is None.
     """
-    least = 2 ** max(0, round(math.log2(rates.batch_tokens / settings.sequence))) * settings.sequence
-    text = job_text(settings, shape, tokens, rates, least)
+    smallest_batch = 2 ** max(0, round(math.log2(rates.batch_tokens / settings.sequence))) * settings.sequence
+    text = job_text(settings, shape, tokens, rates, smallest_batch)
     job = load_table(Path("job.toml"), tomllib.loads(text), {})
     if machine is None:
-        return None, text, least
+        return None, text, smallest_batch
     reason = ""
     for attempt in range(BATCH_TRIES + 1):
-        batch = least * 2**attempt
+        batch = smallest_batch * 2**attempt
         doubled = job_text(settings, shape, tokens, rates, batch)
         if attempt:
             job = load_table(Path("job.toml"), tomllib.loads(doubled), {})
@@ -430,16 +458,16 @@ def _plan_allocation(
             )
         return plan, doubled, batch
     notes.append(f"the planner cannot place it, nor with up to {2**BATCH_TRIES} times the batch: {reason}")
-    return None, text, least
+    return None, text, smallest_batch
 
 
 def job_text(settings: _Settings, shape: ModelShape, tokens: float, rates: RunRates, batch: int) -> str:
-    """The job file."""
+    """Return the text of the job file."""
     steps = max(1, round(tokens / batch))
     warmup = min(2000, max(10, steps // 100)) * batch
     fit = settings.fit
-    # A fit is a file that anybody may have written.
-    digest = "".join(one for one in fit.data.sha256 if one in "0123456789abcdef")[:16]
+    # A fit is a file of unknown origin: keep only the hexadecimal digits of its digest.
+    digest = "".join(digit for digit in fit.data.sha256 if digit in "0123456789abcdef")[:16]
     used = fit.used_rates
     scale = ""
     if rates.source == "runs" and used is not None and used.parametrization:
@@ -481,5 +509,5 @@ warmup_tokens = {warmup}
 
 
 def cluster_section(spec: str) -> str:
-    """Where to run, as the job file has it."""
+    """Return the [cluster] section of a job file."""
     return f"\n[cluster]\nspec = {json.dumps(spec, ensure_ascii=False)}\n"

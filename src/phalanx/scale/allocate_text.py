@@ -1,4 +1,4 @@
-"""An allocation as the page that `phalanx scale allocate` prints."""
+"""The text of an allocation, as `phalanx scale allocate` prints it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.units import format_count, format_energy, format_money, format_seco
 
 
 def allocation_text(found: Allocation) -> str:
-    """The whole page."""
+    """Format the whole page."""
     best = found.best
     lines = [
         f"{found.flops:.3g} FLOP ({found.budget_source}), by a scaling law fitted with {found.method}",
@@ -21,10 +21,10 @@ def allocation_text(found: Allocation) -> str:
         "COMPUTE-OPTIMAL MODEL",
         *_optimum_table(found),
     ]
-    for one in found.off:
+    for off in found.off:
         lines.append(
-            f"  at {one.factor:g}x the size: {format_count(one.params)} on {format_count(one.tokens)} tokens, loss "
-            f"{one.loss:.4f} ({100 * (one.loss / best['loss'].value - 1):+.2f} %), wastes {one.wasted_compute:.0%} "
+            f"  at {off.factor:g}x the size: {format_count(off.params)} on {format_count(off.tokens)} tokens, loss "
+            f"{off.loss:.4f} ({100 * (off.loss / best['loss'].value - 1):+.2f} %), wastes {off.wasted_compute:.0%} "
             "of the budget"
         )
     if found.serving is not None:
@@ -51,19 +51,19 @@ def allocation_text(found: Allocation) -> str:
     ]
     if found.plan is not None:
         lines += ["", "ON THE CLUSTER", *_plan_lines(found)]
-    lines += [f"note: {one}" for one in found.notes]
+    lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)
 
 
 def _above_budget(ratio: float) -> str:
-    """Per cent above, or how many times where that is a long number."""
+    """Format a ratio in per cent above 1, or as a factor from 10 on."""
     return f"{ratio - 1:.0%} above" if ratio < 10 else f"{format_count(ratio)} times"
 
 
 def _plan_lines(found: Allocation) -> list[str]:
     plan = found.plan
     assert plan is not None
-    took, bill = plan.duration, plan.bill
+    time, bill = plan.duration, plan.bill
     cost = "price not known"
     if bill.usd is not None:
         low, middle, high = sorted(bill.usd)
@@ -72,7 +72,7 @@ def _plan_lines(found: Allocation) -> list[str]:
     return [
         f"  {plan.layout.name} on {found.cluster_spec} ({plural(plan.cluster.devices, 'device')})",
         f"  MFU {plan.prediction.mfu:.1%}, {format_count(plan.prediction.tokens_per_s)} tokens/s",
-        f"  {format_seconds(took.wall_s)} ({format_seconds(took.wall_s_low)} to {format_seconds(took.wall_s_high)}), "
+        f"  {format_seconds(time.wall_s)} ({format_seconds(time.wall_s_low)} to {format_seconds(time.wall_s_high)}), "
         f"{format_count(bill.device_hours)} device-hours, {cost}, {energy}",
     ]
 

@@ -1,4 +1,4 @@
-"""Fit a law to points: the method, its intervals, and what speaks against it."""
+"""Fit a scaling law to points with one of six methods: parameters, intervals, diagnostics and warnings."""
 
 from __future__ import annotations
 
@@ -45,14 +45,23 @@ LEAST_ROWS = {"vpnls": 6, "huber3": 6, "overtrain": 5, "kaplan": 6, "isoflop": 9
 DRAWS = 400
 OUTLIER_SDS = 4.5  # robust standard deviations
 MOST_OUTLIERS = 12
-OUTSIDE = 2.0  # times beyond the sizes of the runs, from which an optimum is no more than a guess
-FLOPS_OFF = 5.0  # times 6·N·D: attention, heads and embeddings explain less
-FEW_PARAMS, FEW_TOKENS = 1e3, 1e5  # no language model is so small: the table counts in millions
-LARGE_LOSS = 14.0  # nats: a uniform guess among a million words
-LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
-LEFT_OUT_DRAWS = 60  # resamples of the fit to the others: enough for the size of its doubt
-DRIFT_SDS = 2.0  # standard deviations off, from which it is not noise: one of 20 fits of a law that is right
-LEAST_DECADES = 0.3  # that a held-out budget is taken to lie beyond the others
+# Factor beyond the sizes of the runs above which an optimum is only a guess.
+OUTSIDE = 2.0
+# Factor between the flops column and 6·N·D above which a warning is given: attention, heads and embeddings explain
+# less.
+FLOPS_OFF = 5.0
+# Smaller than any language model: the table probably counts in millions or billions.
+FEW_PARAMS, FEW_TOKENS = 1e3, 1e5
+# In nats: a uniform guess among a million words is 13.8.
+LARGE_LOSS = 14.0
+# Share of the rows that is held out where there are no budgets.
+LEFT_OUT_SHARE = 0.15
+# Resamples of the fit without the largest budget: enough for its uncertainty.
+LEFT_OUT_DRAWS = 60
+# Standard deviations above which a drift is not noise: one of 20 fits of a correct law exceeds it.
+DRIFT_SDS = 2.0
+# Least distance in decades that a held-out budget is assumed to have from the others.
+LEAST_DECADES = 0.3
 
 
 def fit_law(
@@ -64,85 +73,86 @@ def fit_law(
     leave_out: bool = True,
     with_starts: bool = True,
 ) -> ScalingFit:
-    """Fit; raises UserError for points that no law can be fitted to.
+    """Fit a law to points; raises UserError for points that no law can be fitted to.
 
-    Without `leave_out` the largest budget is not predicted from the others; without `with_starts` the law is not
-    searched from random starts, and has no profile intervals: half of the time.
+    Without `leave_out` the largest budget is not predicted from the others. Without `with_starts` the law is not
+    searched from random starts and has no profile intervals, which halves the time.
     """
     check_points(points, method)
     rng = np.random.default_rng(seed)
-    kept = np.ones(len(points), dtype=bool)
+    is_fitted = np.ones(len(points), dtype=bool)
     if method == "data-constrained":
         repeated = fit_repeated(points, draws=draws, rng=rng)
         notes = Diagnostics(objective=repeated.objective, residual_sd=0.0)
-        made = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
-        made = replace(made, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
+        fit = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
+        fit = replace(fit, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
     elif method in SURFACES:
-        made, strays = _fit_surface(points, method, draws, rng, with_starts=with_starts)
-        kept[list(strays)] = False
+        fit, strays = _fit_surface(points, method, draws, rng, with_starts=with_starts)
+        is_fitted[list(strays)] = False
     elif method == "isoflop":
-        made = _fit_isoflop(points, draws, rng)
+        fit = _fit_isoflop(points, draws, rng)
     else:
         values, resampled, residuals, objective = fit_kaplan(points, draws=draws, rng=rng)
         names = dict(zip(KAPLAN_NAMES, values, strict=True))
-        made = _assemble_fit(
+        fit = _assemble_fit(
             points, method, names, resampled, residuals, Diagnostics(objective=objective, residual_sd=0.0)
         )
-    # A row that is no part of the law says nothing of how far the law carries.
-    left_out = left_out_error(points.take(kept), method) if leave_out else None
+    # Rows that the fit excluded would distort the test of its extrapolation.
+    left_out = left_out_error(points.take(is_fitted), method) if leave_out else None
     return replace(
-        made,
+        fit,
         seed=seed,
         used_rates=used_rates(points),
-        diagnostics=replace(made.diagnostics, left_out_budget=left_out),
-        warnings=(*_fit_warnings(points, made), *made.warnings),
+        diagnostics=replace(fit.diagnostics, left_out_budget=left_out),
+        warnings=(*_fit_warnings(points, fit), *fit.warnings),
     )
 
 
 def check_points(points: ScalingPoints, method: str) -> None:
-    """Raise UserError for too few points, one size or token count, or losses that rise with compute."""
+    """Raise UserError for too few points, too few sizes or token counts, or losses that do not fall with compute."""
     problems = []
     least = LEAST_ROWS[method]
     if len(points) < least:
-        what = f"has {plural(len(points), 'row')}; {method} needs at least {least}"
+        problem = f"has {plural(len(points), 'row')}; {method} needs at least {least}"
         why = "a law with five numbers goes through any five points and predicts nothing"
-        fix = "; ".join(["train more small runs", *(f"left out: {one}" for one in points.left_out)])
-        problems.append(Problem(where=points.source, what=what, why=why, fix=fix))
+        fix = "; ".join(["train more small runs", *(f"left out: {note}" for note in points.left_out)])
+        problems.append(Problem(where=points.source, what=problem, why=why, fix=fix))
     for name, values in (("model size", points.params), ("token count", points.tokens)):
-        kinds = len(np.unique(np.round(np.log(values), 3)))
-        if kinds < 3 and not problems:
-            what = f"has {plural(kinds, name)}; a law in both N and D needs at least 3 of each"
-            problems.append(Problem(where=points.source, what=what, fix=f"add runs with another {name}"))
+        distinct = len(np.unique(np.round(np.log(values), 3)))
+        if distinct < 3 and not problems:
+            problem = f"has {plural(distinct, name)}; a law in both N and D needs at least 3 of each"
+            problems.append(Problem(where=points.source, what=problem, fix=f"add runs with another {name}"))
     if not problems and (ends := _rising_losses(points)):
-        how = "rise" if ends[1] > ends[0] else "do not fall"
-        what = (
-            f"its losses {how} with compute: among the best of the smaller half of the runs is {ends[0]:.4g}, of the "
+        trend = "rise" if ends[1] > ends[0] else "do not fall"
+        problem = (
+            f"its losses {trend} with compute: among the best of the smaller half of the runs is {ends[0]:.4g}, of the "
             f"larger half {ends[1]:.4g}"
         )
         fix = "look at the columns (loss in nats, not accuracy; flops, not seconds), and at runs that diverged"
-        problems.append(Problem(where=points.source, what=what, fix=fix))
+        problems.append(Problem(where=points.source, what=problem, fix=fix))
     if problems:
         raise UserError(problems)
 
 
 def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
-    """The best losses of the smaller and the larger half, where more compute does not make them better.
+    """Return the best losses of the smaller and the larger runs if more compute does not lower them, else None.
 
-    Of 20 rows and more the second best, and so on: one row that is wrong is no reason to refuse a table.
+    The runs are split in half by FLOPs. With 20 rows the second best losses are compared, with 40 the third and so
+    on, so that one wrong row does not reject a table.
     """
     middle = np.median(points.flops)
     small, large = (np.sort(points.loss[rows]) for rows in (points.flops <= middle, points.flops > middle))
-    place = min(len(points) // 20, len(large) - 1)
-    return (float(small[place]), float(large[place])) if len(large) and large[place] >= small[place] else None
+    rank = min(len(points) // 20, len(large) - 1)
+    return (float(small[rank]), float(large[rank])) if len(large) and large[rank] >= small[rank] else None
 
 
 def _fit_surface(
     points: ScalingPoints, method: str, draws: int, rng: np.random.Generator, *, with_starts: bool
 ) -> tuple[ScalingFit, tuple[int, ...]]:
-    """The fit, and the rows that it left out."""
-    # Huber's loss is searched from random starts; the others have the grid of exponents.
+    """Return the fit of the loss surface, and the rows that it excluded."""
+    # Huber's loss needs random starts; the other methods search a grid of exponents.
     starts = STARTS if with_starts or method == "huber3" else 0
-    found = fit_surface(
+    surface_fit = fit_surface(
         points.params,
         points.tokens,
         points.loss,
@@ -153,45 +163,48 @@ def _fit_surface(
         starts=starts,
         profile=with_starts,
     )
-    resampled = np.array([[getattr(one, name) for name in NAMES] for one in found.draws]).reshape(draws, 5)
+    resampled = np.array([[getattr(draw, name) for name in NAMES] for draw in surface_fit.draws]).reshape(draws, 5)
     notes = Diagnostics(
-        objective=found.objective,
+        objective=surface_fit.objective,
         residual_sd=0.0,
-        condition_number=found.condition_number,
-        raw_condition_number=found.raw_condition_number,
-        starts=found.starts,
-        starts_agreeing=found.agreeing if starts else None,
-        noise=found.noise if method == "vpnls" else "",
+        condition_number=surface_fit.condition_number,
+        raw_condition_number=surface_fit.raw_condition_number,
+        starts=surface_fit.starts,
+        starts_agreeing=surface_fit.agreeing if starts else None,
+        noise=surface_fit.noise if method == "vpnls" else "",
     )
-    values = {name: float(getattr(found.law, name)) for name in NAMES}
-    made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles, found.strays)
+    values = {name: float(getattr(surface_fit.law, name)) for name in NAMES}
+    fit = _assemble_fit(
+        points, method, values, resampled, surface_fit.residuals, notes, surface_fit.profiles, surface_fit.strays
+    )
     data = SurfaceData.of(points.params, points.tokens, points.loss, weight=points.weight)
     note = (
         "the runs do not tell how the loss depends on N, or on D: the values are the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
     )
-    made = replace(
-        made,
-        comparisons=_compare_published(data, found.law, made),
-        warnings=(note,) if found.is_degenerate else (),
+    fit = replace(
+        fit,
+        comparisons=_compare_published(data, surface_fit.law, fit),
+        warnings=(note,) if surface_fit.is_degenerate else (),
     )
-    return made, found.strays
+    return fit, surface_fit.strays
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:
-    found = fit_isoflop(points, draws=draws, rng=rng)
+    """Return the fit of approach 2, with its curves and a warning where curves were unusable."""
+    isoflop = fit_isoflop(points, draws=draws, rng=rng)
     predicted = np.array(
-        [law_loss("isoflop", found.values, n, d) for n, d in zip(points.params, points.tokens, strict=True)]
+        [law_loss("isoflop", isoflop.values, n, d) for n, d in zip(points.params, points.tokens, strict=True)]
     )
-    notes = Diagnostics(objective=found.residual_sd, residual_sd=0.0)
-    made = _assemble_fit(points, "isoflop", found.values, found.draws, np.log(points.loss / predicted), notes)
+    notes = Diagnostics(objective=isoflop.residual_sd, residual_sd=0.0)
+    fit = _assemble_fit(points, "isoflop", isoflop.values, isoflop.draws, np.log(points.loss / predicted), notes)
     note = "ln L of a curve is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
     return replace(
-        made,
-        curves=found.curves,
-        diagnostics=replace(made.diagnostics, outliers=found.outliers),
-        comparisons=_compare_published(None, None, made),
-        warnings=(note,) if any(not one.used for one in found.curves) or found.outliers else (),
+        fit,
+        curves=isoflop.curves,
+        diagnostics=replace(fit.diagnostics, outliers=isoflop.outliers),
+        comparisons=_compare_published(None, None, fit),
+        warnings=(note,) if any(not curve.used for curve in isoflop.curves) or isoflop.outliers else (),
     )
 
 
@@ -205,7 +218,10 @@ def _assemble_fit(
     profiles: Mapping[str, Ends] | None = None,
     strays: tuple[int, ...] = (),
 ) -> ScalingFit:
-    """A fit of any method from its numbers, resamples and residuals of ln loss; `strays` are rows that it left out."""
+    """Build the fit of any method from its numbers, resamples and residuals of ln loss.
+
+    `strays` are the rows that the fit excluded.
+    """
     names = tuple(values)
     exponents = np.array([size_exponent(method, dict(zip(names, row, strict=True))) for row in resampled])
     outliers = tuple(_find_outliers(points, residuals, strays))
@@ -214,8 +230,8 @@ def _assemble_fit(
         method=method,
         formula=FORMULAS[method],
         parameters={
-            name: estimate_interval(float(values[name]), _doubted(resampled[:, place]), (profiles or {}).get(name))
-            for place, name in enumerate(names)
+            name: estimate_interval(float(values[name]), _doubted(resampled[:, column]), (profiles or {}).get(name))
+            for column, name in enumerate(names)
         },
         derived={"a": estimate_interval(size_exponent(method, values), _doubted(exponents))},
         data=describe_points(points),
@@ -224,80 +240,85 @@ def _assemble_fit(
             residual_sd=float(np.sqrt((fitted**2).sum() / max(1, len(fitted) - len(names)))),
             outliers=outliers,
         ),
-        draws=tuple(tuple(float(one) for one in row) for row in resampled),
+        draws=tuple(tuple(float(number) for number in row) for row in resampled),
     )
 
 
 def _doubted(draws: Array) -> Array:
-    """Draws of one number; none where all of them are the same, which say that it was not drawn."""
+    """Return the draws of one number, or no draws where all are equal: then the number was not resampled."""
     return draws if len(draws) and np.ptp(draws) > 1e-12 * np.abs(draws).max() else draws[:0]
 
 
 def _find_outliers(points: ScalingPoints, residuals: Array, strays: tuple[int, ...] = ()) -> list[Outlier]:
-    """Rows that the fit left out, and points further from the law than 4.5 robust standard deviations."""
+    """Return the rows that the fit excluded, and points further from the law than 4.5 robust standard deviations."""
+    # 1.4826 times the median absolute deviation is the standard deviation of normal noise.
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     if spread <= 0.0:
         return []
     size = np.abs(residuals - np.median(residuals)) / spread
-    rows = [int(one) for one in np.argsort(-size) if size[one] > OUTLIER_SDS or one in strays]
-    rows = [*(one for one in rows if one in strays), *(one for one in rows if one not in strays)]
-    found = []
+    rows = [int(row) for row in np.argsort(-size) if size[row] > OUTLIER_SDS or row in strays]
+    rows = [*(row for row in rows if row in strays), *(row for row in rows if row not in strays)]
+    outliers = []
     for row in rows[:MOST_OUTLIERS]:
-        what = (
+        description = (
             f"N {points.params[row]:.3g}, D {points.tokens[row]:.3g}: loss {points.loss[row]:.4g}, the law expects "
             f"{points.loss[row] / np.exp(residuals[row]):.4g} ({100 * np.expm1(residuals[row]):+.1f} %), "
             f"{size[row]:.0f} standard deviations off"
         )
-        found.append(Outlier(name=points.place(row), what=what, is_left_out=row in strays, line=int(points.line[row])))
+        outliers.append(
+            Outlier(name=points.place(row), what=description, is_left_out=row in strays, line=int(points.line[row]))
+        )
     if len(rows) > MOST_OUTLIERS:
-        found.append(Outlier(name=f"{len(rows) - MOST_OUTLIERS} more", what="as far off"))
-    return found
+        outliers.append(Outlier(name=f"{len(rows) - MOST_OUTLIERS} more", what="as far off"))
+    return outliers
 
 
 def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
-    """The largest budget, predicted from the others; None where too few would be left."""
+    """Return the error at the largest budget, predicted from the others; None where too few points remain."""
     budgets = group_budgets(points)
     covered = sum(len(rows) for _, rows in budgets)
     if len(budgets) >= 3 and covered > 0.8 * len(points):
-        held = np.zeros(len(points), dtype=bool)
-        held[budgets[-1][1]] = True
-        held |= points.flops >= points.flops[budgets[-1][1]].min()
+        is_held_out = np.zeros(len(points), dtype=bool)
+        is_held_out[budgets[-1][1]] = True
+        is_held_out |= points.flops >= points.flops[budgets[-1][1]].min()
     else:
         count = max(1, round(LEFT_OUT_SHARE * len(points)))
-        held = points.flops >= np.sort(points.flops)[-count]
+        is_held_out = points.flops >= np.sort(points.flops)[-count]
     try:
-        kept = fit_law(points.take(~held), method=method, draws=LEFT_OUT_DRAWS, leave_out=False, with_starts=False)
+        fit = fit_law(
+            points.take(~is_held_out), method=method, draws=LEFT_OUT_DRAWS, leave_out=False, with_starts=False
+        )
     except UserError:
         return None
-    test = points.take(held)
-    values = kept.values()
+    test = points.take(is_held_out)
+    values = fit.values()
     errors = predicted_losses(method, values, test) / test.loss - 1.0
-    baseline = constant_exponent_losses(points.take(~held), test) / test.loss - 1.0
+    baseline = constant_exponent_losses(points.take(~is_held_out), test) / test.loss - 1.0
     return LeftOutBudget(
         rows=len(test),
         least_flops=float(test.flops.min()),
         mean_abs_error=float(np.abs(errors).mean()),
         worst_error=float(errors[int(np.argmax(np.abs(errors)))]),
         baseline_mean_abs_error=float(np.abs(baseline).mean()),
-        drift=_unexplained_drift(kept, test),
-        decades=max(LEAST_DECADES, float(np.log10(test.flops).mean() - np.log10(points.flops[~held].max()))),
+        drift=_unexplained_drift(fit, test),
+        decades=max(LEAST_DECADES, float(np.log10(test.flops).mean() - np.log10(points.flops[~is_held_out].max()))),
     )
 
 
 def _unexplained_drift(kept: ScalingFit, test: ScalingPoints) -> float:
-    """How far ln L of larger runs lies to one side of the law, beyond what its draws and the noise of runs allow."""
+    """Return the mean offset of ln L of larger runs from the law, beyond what its draws and noise explain."""
     names = tuple(kept.parameters)
-    off = float(np.log(test.loss / predicted_losses(kept.method, kept.values(), test)).mean())
+    offset = float(np.log(test.loss / predicted_losses(kept.method, kept.values(), test)).mean())
     means = [
-        float(np.log(predicted_losses(kept.method, dict(zip(names, row, strict=True)), test)).mean())
-        for row in kept.draws
+        float(np.log(predicted_losses(kept.method, dict(zip(names, draw, strict=True)), test)).mean())
+        for draw in kept.draws
     ]
     explained = (float(np.var(means)) if means else 0.0) + kept.diagnostics.residual_sd**2 / len(test)
-    return float(np.sqrt(off**2 - explained)) if off**2 > DRIFT_SDS**2 * explained else 0.0
+    return float(np.sqrt(offset**2 - explained)) if offset**2 > DRIFT_SDS**2 * explained else 0.0
 
 
 def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPoints) -> Array:
-    """The law's loss of each row; a law of repeated data counts what its tokens are worth."""
+    """Return the law's loss for each row; a law of repeated data uses the effective number of tokens."""
     tokens = points.tokens
     if method == "data-constrained" and points.unique_tokens is not None:
         tokens = effective_tokens(tokens, points.unique_tokens, values["R_D"])
@@ -305,7 +326,7 @@ def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPo
 
 
 def constant_exponent_losses(known: ScalingPoints, wanted: ScalingPoints) -> Array:
-    """The baseline: L = K·N^-p·D^-q, a plane through ln L, extended."""
+    """Return the losses of the baseline L = K·N^-p·D^-q, a plane through ln L, extrapolated."""
 
     def columns(points: ScalingPoints) -> Array:
         return np.stack([np.ones(len(points)), np.log(points.params), np.log(points.tokens)], axis=1)
@@ -315,59 +336,68 @@ def constant_exponent_losses(known: ScalingPoints, wanted: ScalingPoints) -> Arr
 
 
 def _compare_published(data: SurfaceData | None, law: Surface | None, made: ScalingFit) -> tuple[Comparison, ...]:
-    """Published laws beside this one; their losses are of other data unless the points are theirs."""
-    own = score_law(data, law) if data is not None and law is not None else None
+    """Compare the fit with published laws; their losses are of other data unless the points are the same."""
+    own_score = score_law(data, law) if data is not None and law is not None else None
     inside = made.derived["a"]
-    found = []
-    for one in PUBLISHED:
+    comparisons = []
+    for published in PUBLISHED:
         ratio = None
-        if own and data is not None and one.surface is not None:
-            ratio = score_law(data, one.surface) / own
+        if own_score and data is not None and published.surface is not None:
+            ratio = score_law(data, published.surface) / own_score
         low, high = inside.low, inside.high
-        where = "" if low is None or high is None else " inside" if low <= one.exponent <= high else " outside"
-        text = f"a = {one.exponent:.3f},{where} the interval of this fit" if where else f"a = {one.exponent:.3f}"
+        side = "" if low is None or high is None else " inside" if low <= published.exponent <= high else " outside"
+        text = (
+            f"a = {published.exponent:.3f},{side} the interval of this fit" if side else f"a = {published.exponent:.3f}"
+        )
         if ratio is not None:
             text += f"; Huber objective on these points {ratio:.3f}x this fit's"
             text += " (other data: losses do not compare)" if ratio > 5 else ""
-        found.append(
-            Comparison(name=one.name, source=one.source, exponent=one.exponent, objective_ratio=ratio, sentence=text)
+        comparisons.append(
+            Comparison(
+                name=published.name,
+                source=published.source,
+                exponent=published.exponent,
+                objective_ratio=ratio,
+                sentence=text,
+            )
         )
-    return tuple(found)
+    return tuple(comparisons)
 
 
 def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
-    """What a person should know before the law is used."""
-    found = []
+    """Return the warnings that a user should read before using the law."""
+    warnings = []
     if points.params_counted == "unstated":
-        found.append(
+        warnings.append(
             "the table does not say which parameters it counts: add --params-counted; "
             "leaving out the head alone moved a from 0.70 to 0.83 (arXiv:2406.19146)"
         )
     ratio = float(np.median(points.flops / (6.0 * points.params * points.tokens)))
     if not 1.0 / FLOPS_OFF <= ratio <= FLOPS_OFF:
-        found.append(
+        warnings.append(
             f"the column flops is {ratio:.3g} times 6·N·D: is it in FLOPs, and are params and tokens counts? "
             "budgets below are in its unit"
         )
     for name, values, least in (("params", points.params, FEW_PARAMS), ("tokens", points.tokens, FEW_TOKENS)):
         if values.max() < least:
-            found.append(
+            warnings.append(
                 f"{name} lie between {values.min():.3g} and {values.max():.3g}: are these millions or billions? A "
                 f"law takes counts: --column '{name}=THEIRS*1e6'; N*, D* and FLOPs below are in the table's units"
             )
     if points.loss.min() > LARGE_LOSS:
-        found.append(
+        warnings.append(
             f"losses lie between {points.loss.min():.3g} and {points.loss.max():.3g}: a law is of nats per "
             "token, which is ln of the perplexity"
         )
     if points.weight is not None and made.method not in ("vpnls", "huber3", "overtrain"):
-        found.append(f"{made.method} does not weigh rows: the column weight is not used, but for rows of weight 0")
+        warnings.append(f"{made.method} does not weigh rows: the column weight is not used, but for rows of weight 0")
     decades = float(np.log10(points.flops.max() / points.flops.min()))
     if decades < 1.0:
-        found.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")
+        warnings.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")
     agreeing = made.diagnostics.starts_agreeing
-    if made.method == "huber3" and agreeing is not None and agreeing < 0.5:  # vpnls needs none: it has a grid
-        found.append(
+    # vpnls needs no random starts, as it searches a grid.
+    if made.method == "huber3" and agreeing is not None and agreeing < 0.5:
+        warnings.append(
             f"{agreeing:.0%} of {made.diagnostics.starts} random starts reach this optimum: one start, or a coarse "
             "grid of them, is not enough for this method"
         )
@@ -377,31 +407,31 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
         (best > points.params.max() * OUTSIDE, "larger", points.params.max()),
     ):
         if is_outside:
-            found.append(
+            warnings.append(
                 f"the best size at the largest budget, {format_count(best)}, is far {side} than every run here "
                 f"({format_count(edge)}): losses of their sizes can be predicted, the optimum cannot; train {side} "
                 "models"
             )
-    outliers = [one for one in made.diagnostics.outliers if not one.is_left_out]
+    outliers = [outlier for outlier in made.diagnostics.outliers if not outlier.is_left_out]
     if made.method == "vpnls" and outliers:
-        found.append(
+        warnings.append(
             f"least squares follows the {plural(len(outliers), 'outlier')} named above that it keeps: compare with "
             "--method huber3, which does not, or leave out with --drop the rows that you do not trust"
         )
     if is_open_exponent(a := made.derived["a"]):
         middle = "; the values are the middle of what they allow" if made.method == "vpnls" else ""
-        found.append(
+        warnings.append(
             f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}{middle}; N* "
             "and D* far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"
         )
     irreducible = made.parameters.get("E")
     if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
-        found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
-    return found
+        warnings.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
+    return warnings
 
 
 def describe_points(points: ScalingPoints) -> DataNote:
-    """What a fit says of its data."""
+    """Describe the data of a fit: source, digest, number of rows and ranges."""
 
     def span(values: Array) -> tuple[float, float]:
         return float(values.min()), float(values.max())
@@ -423,7 +453,7 @@ def describe_points(points: ScalingPoints) -> DataNote:
 
 
 def optimum_estimates(fit: ScalingFit, flops: float) -> dict[str, FitEstimate]:
-    """N*, D*, D*/N* and the loss at a budget, with intervals of the resamples."""
+    """Return N*, D*, D*/N* and the loss at a budget, with intervals from the resamples."""
     names = tuple(fit.parameters)
 
     def answer(values: dict[str, float]) -> tuple[float, float, float, float]:
@@ -434,11 +464,12 @@ def optimum_estimates(fit: ScalingFit, flops: float) -> dict[str, FitEstimate]:
     best = answer(fit.values())
     drawn = np.array([answer(dict(zip(names, row, strict=True))) for row in fit.draws]).reshape(len(fit.draws), 4)
     if drift := fit.drift_at(flops):
+        # Beyond the data, losses get the held-out drift as additional uncertainty.
         drawn[:, 3] *= np.exp(drift * np.random.default_rng(fit.seed).normal(size=len(drawn)))
     keys = ("params", "tokens", "tokens_per_param", "loss")
-    return {key: estimate_interval(best[place], drawn[:, place]) for place, key in enumerate(keys)}
+    return {key: estimate_interval(best[column], drawn[:, column]) for column, key in enumerate(keys)}
 
 
 def counted_text(note: DataNote) -> str:
-    """How the data's parameters are counted, as a sentence."""
+    """Return a line that states how the parameters of the data are counted."""
     return f"N: {COUNTED[note.params_counted]}"

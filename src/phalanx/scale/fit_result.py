@@ -1,4 +1,4 @@
-"""A fitted law as a value: what `phalanx scale fit` writes as JSON, and what allocate and predict read."""
+"""The value of a fitted law: `phalanx scale fit` writes it as JSON, and allocate and predict read it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 from dataclasses import dataclass, field
 
 FORMAT = 1
-FARTHEST_DRIFT = 3.0  # times what the held-out budget showed: it says nothing of steps far longer than its own
+# Largest multiple of the held-out budget's drift that is applied: it is weak evidence for longer extrapolations.
+FARTHEST_DRIFT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitEstimate:
     """A fitted number with its 80 % intervals: `low` and `high` by resampling, `profile_*` by profile likelihood.
 
-    Where the points leave the lower end open `profile_low` is 0; with the upper end open it is a number beside a
-    `profile_high` of None.
+    Where the points leave the lower end open, `profile_low` is 0. Where they leave the upper end open, `profile_high`
+    is None and `profile_low` is a number.
     """
 
     value: float
@@ -27,7 +28,7 @@ class FitEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataNote:
-    """What the law was fitted to, and how its parameters and FLOPs are counted."""
+    """The data that the law was fitted to, and how its parameters and FLOPs are counted."""
 
     source: str
     sha256: str
@@ -45,13 +46,14 @@ class DataNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsedRates:
-    """What the best run of the largest budget was trained with, where the table says it: for allocate."""
+    """The training settings of the best run of the largest budget, where the table has them; allocate uses them."""
 
     params: float  # as the law counts them
     tokens: float
     lr: float
-    batch_tokens: float = 0.0  # 0: not known
-    parametrization: str = ""  # "mup" or "completep", which carry the rate over to other sizes; empty: standard
+    batch_tokens: float = 0.0  # 0: unknown
+    # "mup" or "completep", with which the learning rate transfers to other sizes; empty: standard.
+    parametrization: str = ""
     base_width: int = 0
     base_depth: int = 0
     base_head_dim: int = 0
@@ -59,25 +61,28 @@ class UsedRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlier:
-    """A point or a curve that the others contradict."""
+    """A point or a curve that contradicts the others."""
 
     name: str
     what: str
-    is_left_out: bool = False  # the fit did not take it in
-    line: int = 0  # of the table; 0 for a curve, or several rows
+    is_left_out: bool = False  # True if the fit excluded it
+    line: int = 0  # line of the table; 0 for a curve, or several rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOutBudget:
-    """The largest runs, predicted from the others alone."""
+    """The errors at the largest budget, predicted from the other runs."""
 
     rows: int
     least_flops: float
     mean_abs_error: float  # relative
-    worst_error: float  # relative, with its sign: above 0 is a prediction too high
-    baseline_mean_abs_error: float | None = None  # L ∝ C^-γ through the best loss of each budget
-    drift: float = 0.0  # of ln L: how far all of them lie to one side, beyond what doubt of the law and noise explain
-    decades: float = 0.0  # of compute between the largest run that was kept and those
+    worst_error: float  # relative; positive where the prediction is too high
+    # The same error of the law L = K·N^-p·D^-q, which has no irreducible loss.
+    baseline_mean_abs_error: float | None = None
+    # Mean offset of ln L of the held-out runs that uncertainty of the law and noise do not explain.
+    drift: float = 0.0
+    # Decades of compute between the largest fitted run and the held-out runs.
+    decades: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +92,8 @@ class Comparison:
     name: str
     source: str
     exponent: float | None
-    objective_ratio: float | None  # its objective over ours; None where its losses are of other data
+    # Its objective over that of this fit; None where its losses are of other data.
+    objective_ratio: float | None
     sentence: str
 
 
@@ -102,27 +108,28 @@ class CurveOptimum:
     loss: float
     used: bool = True
     note: str = ""
-    spread: float | None = None  # standard error of ln N, where it is known
+    spread: float | None = None  # standard error of ln N; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostics:
-    """How far the fit can be trusted."""
+    """Diagnostics that show how far the fit can be trusted."""
 
     objective: float
     residual_sd: float  # of ln loss
-    condition_number: float | None = None  # of the problem that is searched
-    raw_condition_number: float | None = None  # of E, A, B, α and β at once
-    noise: str = ""  # "proportional" to the loss or "constant", whichever the residuals speak for
+    condition_number: float | None = None  # of the problem that the optimizer solves
+    raw_condition_number: float | None = None  # of a fit of E, A, B, α and β at once
+    # "proportional" to the loss or "constant", whichever the residuals support.
+    noise: str = ""
     starts: int = 0
-    starts_agreeing: float | None = None  # share that reach the optimum, exponents within 1 %
+    starts_agreeing: float | None = None  # share that reach the optimum, with exponents within 1 %
     left_out_budget: LeftOutBudget | None = None
     outliers: tuple[Outlier, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingFit:
-    """A law, its intervals, the data it holds for, and what speaks against it."""
+    """A fitted law with its intervals, data, diagnostics and warnings."""
 
     method: str
     formula: str
@@ -140,18 +147,18 @@ class ScalingFit:
     extra: dict[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
-        """The fitted numbers alone."""
-        return {name: one.value for name, one in self.parameters.items()}
+        """Return the fitted numbers by name."""
+        return {name: estimate.value for name, estimate in self.parameters.items()}
 
     def drift_at(self, flops: float) -> float:
-        """Standard deviation of ln L beyond the largest run that comes from the form of the law being wrong.
+        """Return the standard deviation of ln L that a wrong form of the law adds beyond the largest run.
 
-        As far as the held-out budget drifted off, in proportion to the decades of compute. Draws of the fit know of
-        noise alone: on public tables 80 % intervals held 73 % of larger runs without it
-        (docs/scaling.md, "Beyond the data").
+        It is the drift of the held-out budget, in proportion to the decades of compute. Draws of the fit reflect only
+        noise: without this term, 80 % intervals on public tables held only 73 % of larger runs (docs/scaling.md,
+        "Beyond the data").
         """
-        tested = self.diagnostics.left_out_budget
+        held_out = self.diagnostics.left_out_budget
         beyond = math.log10(flops / self.data.flops_range[1]) if flops > self.data.flops_range[1] else 0.0
-        if tested is None or tested.drift <= 0.0 or tested.decades <= 0.0:
+        if held_out is None or held_out.drift <= 0.0 or held_out.decades <= 0.0:
             return 0.0
-        return tested.drift * min(beyond / tested.decades, FARTHEST_DRIFT)
+        return held_out.drift * min(beyond / held_out.decades, FARTHEST_DRIFT)

@@ -1,4 +1,4 @@
-"""A fit as the page that `phalanx scale fit` prints."""
+"""The text of a fit, as `phalanx scale fit` prints it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYMBOLS = {
 
 
 def fit_text(fit: ScalingFit) -> str:
-    """The whole page."""
+    """Format the whole page."""
     note, notes = fit.data, fit.diagnostics
     lines = [
         f"{fit.formula}   ({fit.method}, {plural(note.rows, 'row')} of {note.source})",
@@ -31,15 +31,15 @@ def fit_text(fit: ScalingFit) -> str:
         "",
     ]
     rows = [("", "value", "80 % interval", "profile", "std. error")]
-    for name, one in {**fit.parameters, **fit.derived}.items():
+    for name, estimate in {**fit.parameters, **fit.derived}.items():
         label = "a of N* ∝ C^a" if name == "a" else SYMBOLS.get(name, name)
-        error = f"{one.standard_error:.3g}" if one.standard_error is not None else ""
+        error = f"{estimate.standard_error:.3g}" if estimate.standard_error is not None else ""
         rows.append(
             (
                 label,
-                f"{one.value:.4g}",
-                _range_text(one.low, one.high),
-                _profile_text(one),
+                f"{estimate.value:.4g}",
+                _range_text(estimate.low, estimate.high),
+                _profile_text(estimate),
                 error,
             )
         )
@@ -50,21 +50,23 @@ def fit_text(fit: ScalingFit) -> str:
     lines += ["", "DIAGNOSTICS", *_trust_lines(fit)]
     if notes.outliers:
         lines += ["", "OUTLIERS"]
-        kept = ("kept in the fit", "left out of the fit")
-        lines += [f"  {one.name}: {one.what}; {kept[one.is_left_out]}" for one in notes.outliers]
-        if lines_kept := sorted(one.line for one in notes.outliers if one.line and not one.is_left_out):
+        outcomes = ("kept in the fit", "left out of the fit")
+        lines += [f"  {outlier.name}: {outlier.what}; {outcomes[outlier.is_left_out]}" for outlier in notes.outliers]
+        if lines_kept := sorted(outlier.line for outlier in notes.outliers if outlier.line and not outlier.is_left_out):
             lines.append(f"  to fit without the rows that are kept: --drop {','.join(map(str, lines_kept))}")
     if fit.comparisons:
         lines += ["", "PUBLISHED FITS"]
-        lines += [f"  {one.name}: {one.sentence}  [{one.source}]" for one in fit.comparisons]
-    lines += [f"left out: {one}" for one in note.left_out]
-    lines += [f"warning: {one}" for one in fit.warnings]
+        lines += [
+            f"  {comparison.name}: {comparison.sentence}  [{comparison.source}]" for comparison in fit.comparisons
+        ]
+    lines += [f"left out: {excluded}" for excluded in note.left_out]
+    lines += [f"warning: {warning}" for warning in fit.warnings]
     lines.append(f"data sha256 {note.sha256}")
     return "\n".join([*lines, "", *_answer_lines(fit)])
 
 
 def _answer_lines(fit: ScalingFit) -> list[str]:
-    """What the law was fitted for, in two sentences at the end of the page."""
+    """Return the closing sentences of the page: the best model at ten times the compute, and the held-out error."""
     flops = 10.0 * fit.data.flops_range[1]
     best = optimum_estimates(fit, flops)
     params, tokens = (_with_range(best[key], as_count=True) for key in ("params", "tokens"))
@@ -73,11 +75,11 @@ def _answer_lines(fit: ScalingFit) -> list[str]:
         f"With ten times the compute of the largest run ({flops:.2g} FLOP): train {params} parameters on {tokens} "
         f"tokens, and expect a loss of {loss}."
     ]
-    tested = fit.diagnostics.left_out_budget
-    if tested is not None:
+    held_out = fit.diagnostics.left_out_budget
+    if held_out is not None:
         lines.append(
-            f"The largest budget here, predicted from the others, was off by {100 * tested.mean_abs_error:.1f} % on "
-            f"average, {100 * tested.worst_error:+.1f} % at worst."
+            f"The largest budget here, predicted from the others, was off by {100 * held_out.mean_abs_error:.1f} % on "
+            f"average, {100 * held_out.worst_error:+.1f} % at worst."
         )
     return lines
 
@@ -95,16 +97,16 @@ def _profile_text(one: FitEstimate) -> str:
 
 
 def _optimum_lines(fit: ScalingFit) -> list[str]:
-    """Budgets at the edge of the data, ten and a hundred times it."""
+    """Format the optima at the largest budget of the data, and at ten and a hundred times that."""
     largest = fit.data.flops_range[1]
     rows: list[tuple[str, ...]] = [("C", "N*", "D*", "D/N", "loss")]
     for factor in (1.0, 10.0, 100.0):
-        found = optimum_estimates(fit, factor * largest)
+        estimates = optimum_estimates(fit, factor * largest)
         rows.append(
             (
                 f"{factor * largest:.2e}",
-                *(_with_range(found[key], as_count=True) for key in ("params", "tokens", "tokens_per_param")),
-                _with_range(found["loss"], as_count=False),
+                *(_with_range(estimates[key], as_count=True) for key in ("params", "tokens", "tokens_per_param")),
+                _with_range(estimates["loss"], as_count=False),
             )
         )
     return text_table(rows, right=(0, 1, 2, 3, 4), indent=2)
@@ -119,38 +121,41 @@ def _with_range(one: FitEstimate, *, as_count: bool) -> str:
 
 def _curve_lines(fit: ScalingFit) -> list[str]:
     rows = [("C", "rows", "N*", "D/N", "loss", "")]
-    for one in fit.curves:
-        known = one.params == one.params
+    for curve in fit.curves:
+        has_optimum = curve.params == curve.params
         rows.append(
             (
-                f"{one.flops:.2e}",
-                str(one.rows),
-                format_count(one.params) if known else "",
-                f"{one.tokens / one.params:.1f}" if known else "",
-                f"{one.loss:.3f}" if known else "",
-                "" if one.used else f"left out: {one.note}",
+                f"{curve.flops:.2e}",
+                str(curve.rows),
+                format_count(curve.params) if has_optimum else "",
+                f"{curve.tokens / curve.params:.1f}" if has_optimum else "",
+                f"{curve.loss:.3f}" if has_optimum else "",
+                "" if curve.used else f"left out: {curve.note}",
             )
         )
     return text_table(rows, right=(0, 1, 2, 3, 4), indent=2)
 
 
 def _trust_lines(fit: ScalingFit) -> list[str]:
+    """Format the diagnostics: residuals, noise, held-out error, agreement of starts, condition number."""
     notes = fit.diagnostics
     lines = [f"  residuals of ln L: standard deviation {100 * notes.residual_sd:.2f} %"]
     if notes.noise:
-        known = {"proportional": "proportional to the loss, by likelihood"}
-        lines.append(f"  noise: {known.get(notes.noise, 'constant, or too few points to tell')}; intervals weigh both")
-    if notes.left_out_budget is not None:
-        one = notes.left_out_budget
-        baseline = one.baseline_mean_abs_error
-        other = f"; a law without E, L = K·N^-p·D^-q: {100 * baseline:.2f} %" if baseline is not None else ""
+        noise_texts = {"proportional": "proportional to the loss, by likelihood"}
         lines.append(
-            f"  extrapolation to the largest budget, held out ({plural(one.rows, 'row')} from {one.least_flops:.2e} "
-            f"FLOP): mean error {100 * one.mean_abs_error:.2f} %, worst {100 * one.worst_error:+.2f} %{other}"
+            f"  noise: {noise_texts.get(notes.noise, 'constant, or too few points to tell')}; intervals weigh both"
         )
-        if one.drift > 0.0:
+    if notes.left_out_budget is not None:
+        test = notes.left_out_budget
+        baseline = test.baseline_mean_abs_error
+        plain = f"; a law without E, L = K·N^-p·D^-q: {100 * baseline:.2f} %" if baseline is not None else ""
+        lines.append(
+            f"  extrapolation to the largest budget, held out ({plural(test.rows, 'row')} from {test.least_flops:.2e} "
+            f"FLOP): mean error {100 * test.mean_abs_error:.2f} %, worst {100 * test.worst_error:+.2f} %{plain}"
+        )
+        if test.drift > 0.0:
             lines.append(
-                f"  {100 * one.drift:.2f} % of it to one side is more than noise explains: intervals of losses beyond "
+                f"  {100 * test.drift:.2f} % of it to one side is more than noise explains: intervals of losses beyond "
                 "the data are widened by as much"
             )
     else:

@@ -1,8 +1,8 @@
 """Approach 3 of Hoffmann et al. (arXiv:2203.15556): the surface by Huber's loss of ln L, δ = 1e-3.
 
-Their optimizer stopped early: with the mean instead of the sum of the points its tolerance was met far from the optimum
-(arXiv:2404.10102). Ours minimises the sum on scaled axes and stops by relative gain, so that a constant factor changes
-nothing.
+Their optimizer stopped early: as it minimised the mean instead of the sum over points, its tolerance was met far from
+the optimum (arXiv:2404.10102). This one minimises the sum on scaled axes and stops by relative gain, so that a
+constant factor has no effect.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GRID_STARTS = (
 
 
 def huber_objective(data: SurfaceData, theta_K5: Array, weights: Array | None, *, delta: float) -> tuple[Array, Array]:
-    """Sum over the points of Huber's loss of ln(predicted / measured), and its gradient.
+    """Return the sum over points of Huber's loss of ln(predicted / measured), and its gradient.
 
-    `weights` (K, P) of resamples come on top of those of the rows.
+    `weights` (K, P) of resamples are multiplied with the weights of the rows.
     """
     level, term_n, term_d = surface_values(theta_K5, data)
     predicted = level + term_n + term_d
@@ -56,8 +56,12 @@ def huber_objective(data: SurfaceData, theta_K5: Array, weights: Array | None, *
 def fit_huber(
     data: SurfaceData, start_K5: Array, *, weights: Array | None = None, delta: float = DELTA, scale: float = 1.0
 ) -> tuple[Array, Array]:
-    """Minimise from K starts, or K resamples given by `weights` (K, P); `scale` multiplies the objective."""
+    """Minimise from K starts, or K resamples given by `weights` (K, P); returns parameters and costs.
 
+    `scale` multiplies the objective during the search, and has no effect on the result.
+    """
+
+    # Bounds of ln E, ln A and ln B, then of ln α and ln β.
     lowest, highest = np.array([-40.0] * 3 + [-6.0] * 2), np.array([40.0] * 3 + [1.5] * 2)
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
@@ -70,7 +74,7 @@ def fit_huber(
 
 
 def grid_starts(data: SurfaceData, count: int, rng: np.random.Generator) -> Array:
-    """Some of the 4,500 published starts, drawn at random, on our axes."""
+    """Draw `count` of the 4,500 published starts at random, converted to the scaled axes of `data`."""
     every = np.array(list(itertools.product(*GRID_STARTS)))
     picked = every[rng.choice(len(every), size=count, replace=False)]
     alpha, beta = np.maximum(picked[:, 3], 0.02), np.maximum(picked[:, 4], 0.02)
@@ -86,5 +90,5 @@ def grid_starts(data: SurfaceData, count: int, rng: np.random.Generator) -> Arra
 
 
 def score_law(data: SurfaceData, law: Surface, *, delta: float = DELTA) -> float:
-    """The objective of a given law on these points."""
+    """Return the Huber objective of a given law on these points."""
     return float(huber_objective(data, data.from_surface(law)[None, :], None, delta=delta)[0][0])

@@ -1,7 +1,7 @@
-"""A fit read back from its file, which anybody may have edited: every number that the law is computed with is checked.
+"""Read a fit from its file and check every number that the law uses, as users may have edited it.
 
-Laws take logarithms and powers of what the file says. A value that no fit writes would end as a division by zero or, as
-a negative B does, as a page of numbers that mean nothing.
+Laws take logarithms and powers of these values. Invalid values could end in a division by zero or, such as a negative
+B, in a page of meaningless numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx.scale.points import COUNTED
 LARGEST_FIT_BYTES = 64 * 2**20
 FIX = "phalanx scale fit TABLE.csv --out FIT writes one"
 
-# Name of a number -> its least and its most; fits stay well inside, and powers of what is inside do not overflow.
+# Bounds of each number: fits stay well inside, and powers of values inside do not overflow.
 _LOSS, _FACTOR, _SCALE, _EXPONENT = (0.0, 1e6), (0.0, 1e200), (1e-200, 1e200), (1e-6, 1e4)
 _SURFACE = {"E": _LOSS, "A": _FACTOR, "B": _FACTOR, "alpha": _EXPONENT, "beta": _EXPONENT}
 _ISOFLOP = {
     "G": (0.0, 1e300),
     "a": (-100.0, 100.0),
     "E": _LOSS,
-    "K": (-1e200, 1e200),  # a draw of few curves may rise
+    "K": (-1e200, 1e200),  # a draw of few curves may rise with compute
     "gamma": (1e-6, 100.0),
     "curvature": (-1e6, 1e6),
 }
@@ -37,7 +37,7 @@ PARAMETRIZATIONS = ("", "mup", "completep")
 
 
 def read_fit(path: Path) -> ScalingFit:
-    """The file that `phalanx scale fit --out` wrote; raises UserError naming each field that is wrong."""
+    """Read the file that `phalanx scale fit --out` wrote; raises UserError naming each wrong field."""
     text = read_text(path, noun="fit", most_bytes=LARGEST_FIT_BYTES)
     try:
         data = json.loads(text)
@@ -45,14 +45,14 @@ def read_fit(path: Path) -> ScalingFit:
         raise mistake(str(path), f"is not JSON: {error}", fix=FIX) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or "parameters" not in data:
         raise mistake(str(path), "is not a fit of this version", fix=FIX)
-    found = from_json_values(ScalingFit, data, str(path), noun="fit", fix=FIX)
-    if problems := [Problem(where=f"{path}: {field}", what=what, fix=FIX) for field, what in _wrong_fields(found)]:
+    fit = from_json_values(ScalingFit, data, str(path), noun="fit", fix=FIX)
+    if problems := [Problem(where=f"{path}: {field}", what=reason, fix=FIX) for field, reason in _wrong_fields(fit)]:
         raise UserError(problems)
-    return found
+    return fit
 
 
 def _wrong_fields(fit: ScalingFit) -> Iterator[tuple[str, str]]:
-    """Fields that no fit has so, and what is wrong with each."""
+    """Yield fields with values that no fit has, and the problem of each."""
     if fit.method not in FORMULAS:
         yield "method", f'"{fit.method[:40]}" is not one of {", ".join(FORMULAS)}'
         return
@@ -65,29 +65,30 @@ def _wrong_fields(fit: ScalingFit) -> Iterator[tuple[str, str]]:
     yield from _wrong_draws(fit, bounds)
     yield from _wrong_data(fit.data)
     yield from _outside("diagnostics.residual_sd", fit.diagnostics.residual_sd, 0.0, 100.0)
-    if (tested := fit.diagnostics.left_out_budget) is not None:
-        yield from _outside("diagnostics.left_out_budget.drift", tested.drift, 0.0, 100.0)
-        yield from _outside("diagnostics.left_out_budget.decades", tested.decades, 0.0, 100.0)
+    if (held_out := fit.diagnostics.left_out_budget) is not None:
+        yield from _outside("diagnostics.left_out_budget.drift", held_out.drift, 0.0, 100.0)
+        yield from _outside("diagnostics.left_out_budget.decades", held_out.decades, 0.0, 100.0)
     if fit.used_rates is not None:
         yield from _wrong_rates(fit.used_rates)
 
 
 def _outside(field: str, value: float, least: float, most: float) -> Iterator[tuple[str, str]]:
-    if not least <= value <= most:  # not a number is outside, too
+    # This form also reports NaN.
+    if not least <= value <= most:
         yield field, f"{value:g} is not between {least:g} and {most:g}"
 
 
 def _wrong_draws(fit: ScalingFit, bounds: dict[str, tuple[float, float]]) -> Iterator[tuple[str, str]]:
-    """The first draw that is none: a file with one of them has hundreds."""
+    """Yield the first draw that is wrong: a file with one of them has hundreds."""
     names = tuple(fit.parameters)
-    for place, row in enumerate(fit.draws):
+    for number, row in enumerate(fit.draws):
         if len(row) != len(names):
-            yield f"draws[{place}]", f"has {len(row)} values, but the law has {len(names)} parameters"
+            yield f"draws[{number}]", f"has {len(row)} values, but the law has {len(names)} parameters"
             return
         for name, value in zip(names, row, strict=True):
             least, most = bounds.get(name, (-math.inf, math.inf))
-            if wrong := list(_outside(f"draws[{place}], {name}", value, least, most)):
-                yield from wrong
+            if problems := list(_outside(f"draws[{number}], {name}", value, least, most)):
+                yield from problems
                 return
 
 

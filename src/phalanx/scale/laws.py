@@ -1,4 +1,4 @@
-"""What a fitted law says: the loss of a model, and the best model for a budget, by the method that fitted it."""
+"""Evaluate a fitted law: the loss of a model, and the best model for a budget, by the method that fitted it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ FORMULAS = {
 }
 Values = Mapping[str, float]
 _TINY = 1e-300
-FARTHEST_LOSS = 300.0  # ln of a loss, from which a law of few points is only large
-FARTHEST_BEND = 20.0  # of ln (L - E): a curve means nothing long before, and its exponential would overflow
+# ln of a loss; above it a law of few points is only known to be large.
+FARTHEST_LOSS = 300.0
+# In ln (L - E): a curve has no meaning long before, and its exponential would overflow.
+FARTHEST_BEND = 20.0
 
 
 def as_surface(values: Values) -> Surface:
-    """The Chinchilla surface of a law that has one."""
+    """Return the Chinchilla surface of a law that has one."""
     return Surface(E=values["E"], A=values["A"], B=values["B"], alpha=values["alpha"], beta=values["beta"])
 
 
 def law_loss(method: str, values: Values, params: float, tokens: float) -> float:
-    """Loss in nats per token of a model of so many parameters after so many tokens.
+    """Return the loss in nats per token of a model with `params` parameters after `tokens` tokens.
 
     >>> chinchilla = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
     >>> round(law_loss("vpnls", chinchilla, 70e9, 1.4e12), 3)
@@ -40,19 +42,20 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
         size = values["alpha_N"] / values["alpha_D"] * math.log(values["N_c"] / params)
         data = math.log(values["D_c"] / tokens)
         most = max(size, data)
-        both = most + math.log(math.exp(size - most) + math.exp(data - most))
-        return math.exp(min(values["alpha_D"] * both, FARTHEST_LOSS))
+        log_sum = most + math.log(math.exp(size - most) + math.exp(data - most))
+        return math.exp(min(values["alpha_D"] * log_sum, FARTHEST_LOSS))
     if method == "isoflop":
         flops = 6.0 * params * tokens
-        off = math.log(params / law_optimum(method, values, flops)[0])
-        # Only what is above E rises off the optimum, as cosh where α = β: with compute the curve becomes flatter.
-        bend = min(math.sqrt(2.0 * max(values["curvature"], 0.0)) * abs(off), FARTHEST_BEND)
+        log_ratio = math.log(params / law_optimum(method, values, flops)[0])
+        # Only the loss above E rises off the optimum, as cosh where α = β: with more compute the curve becomes
+        # flatter.
+        bend = min(math.sqrt(2.0 * max(values["curvature"], 0.0)) * abs(log_ratio), FARTHEST_BEND)
         return float(values["E"] + values["K"] * flops ** -values["gamma"] * math.cosh(bend))
     raise ValueError(f"no law is called {method!r}")
 
 
 def law_optimum(method: str, values: Values, flops: float, *, flops_per_token: float = 6.0) -> tuple[float, float]:
-    """N* and D* of a budget."""
+    """Return N* and D* of a budget in FLOPs."""
     compute = math.log(flops / flops_per_token)
     if method == "isoflop":
         return bounded_optimum(math.log(max(values["G"], _TINY)) + values["a"] * math.log(flops), compute)
@@ -64,7 +67,7 @@ def law_optimum(method: str, values: Values, flops: float, *, flops_per_token: f
 
 
 def size_exponent(method: str, values: Values) -> float:
-    """a of N* ∝ C^a."""
+    """Return a of N* ∝ C^a."""
     if method == "isoflop":
         return values["a"]
     if method == "kaplan":

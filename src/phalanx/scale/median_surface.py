@@ -1,12 +1,12 @@
-"""The surface whose compute-optimal line is the median of the posterior, and that fits the points best among those.
+"""The best-fitting surface among those whose compute-optimal line is the median of the posterior.
 
-Least squares need one kind of noise. Few points do not tell noise in proportion to the loss from constant noise: on the
-published draws of VPNLS the wrong one was taken by chance, and a was 36 % off where its own least squares are 34
-(benchmarks/2026-11-18-scaling-laws.md). Draws of the posterior weigh both, and their median is the estimate of
-least expected error. It is also where the least squares stand anywhere in a wide interval that it is nearer the truth.
+Least squares assume one kind of noise. Few points cannot distinguish noise in proportion to the loss from constant
+noise: on the published draws of VPNLS the wrong one was chosen by chance, and a was 36 % off where VPNLS's least
+squares are 34 (benchmarks/2026-11-18-scaling-laws.md). Draws of the posterior weigh both, and their median is the
+estimate of least expected error. Where least squares end anywhere in a wide interval, the median is nearer the truth.
 
-a of N* ∝ C^a and N* of ten times the largest compute are those medians. What is left of the law is linear in E and one
-factor for each α + β, so that one number is searched.
+a of N* ∝ C^a and N* of ten times the largest compute are those medians. The rest of the law is linear in E and one
+factor for each α + β, so that only one number is searched.
 
     # K values of α + β, P points
 """
@@ -20,24 +20,27 @@ import numpy as np
 from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceData
 from phalanx.scale.surface_posterior import PosteriorDraws
 
-BEYOND = 10.0  # times the largest compute of the points, where N* is held
-LEAST_LEVEL = 1e-4  # nats: E of a law without one
+# Multiple of the points' largest compute at which N* is fixed.
+BEYOND = 10.0
+# Nats: the E of a law without an irreducible loss.
+LEAST_LEVEL = 1e-4
 LINE = 41  # values of α + β tried at a time
-ZOOMS = 4  # each narrows the line by (LINE - 1) / 3: to 1e-5 of its length
+# Each zoom narrows the line by (LINE - 1) / 3: to 1e-5 of its length in total.
+ZOOMS = 4
 
 
 def weighted_median(values: Array, weight: Array) -> float:
-    """Where half of the weight lies on each side, between two values by interpolation."""
+    """Return the value with half of the weight on each side, interpolated between two values."""
     order = np.argsort(values)
     below = np.cumsum(weight[order]) - 0.5 * weight[order]
     return float(np.interp(0.5 * weight.sum(), below, values[order]))
 
 
 def median_optimum(draws: PosteriorDraws, data: SurfaceData) -> tuple[float, float, float]:
-    """Medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data.
+    """Return the medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data.
 
-    Of all weighted draws. Picking 200 that count alike, as for intervals, adds noise of 5 % of the posterior's standard
-    deviation to a; all of them have 2 % (108 tables of the published design).
+    They use all weighted draws. A selection of 200 with equal weights, as for intervals, adds noise of 5 % of the
+    posterior's standard deviation to a; all of them have 2 % (108 tables of the published design).
     """
     theta = draws.theta
     alpha, beta = np.exp(theta[:, 3]), np.exp(theta[:, 4])
@@ -47,8 +50,9 @@ def median_optimum(draws: PosteriorDraws, data: SurfaceData) -> tuple[float, flo
 
 
 def median_surface(draws: PosteriorDraws, data: SurfaceData) -> tuple[Array, float]:
-    """Logarithms of the law for `SurfaceData.to_surface`, and half its sum of squares."""
+    """Return the logarithms of the law for `SurfaceData.to_surface`, and half its sum of squares."""
     a, size, compute = median_optimum(draws, data)
+    # The range of ln(α + β) in which both exponents stay within their bounds.
     low = math.log(LEAST_EXPONENT / min(a, 1.0 - a))
     high = math.log(MOST_EXPONENT / max(a, 1.0 - a))
     ones, measured = 1.0 / data.noise, data.loss / data.noise
@@ -60,15 +64,15 @@ def median_surface(draws: PosteriorDraws, data: SurfaceData) -> tuple[Array, flo
         term = np.logaddexp(gap - alpha * data.x, -beta * data.y)
         top = term.max(axis=1, keepdims=True)
         column = np.exp(term - top) * ones
-        # Two normal equations; without E where it would be negative.
+        # Two normal equations; E is set to its lower bound where it would be negative.
         aa, ab, bb = float(ones @ ones), column @ ones, np.einsum("kp,kp->k", column, column)
         ya, yb = float(ones @ measured), column @ measured
         determinant = np.maximum(aa * bb - ab**2, np.finfo(float).tiny)
         level = (bb * ya - ab * yb) / determinant
         level = np.where(level > LEAST_LEVEL, level, LEAST_LEVEL)
         factor = (yb - level * ab) / bb
-        left = measured - level[:, None] * ones - factor[:, None] * column
-        cost = np.where(factor > 0.0, 0.5 * np.einsum("kp,kp->k", left, left), np.inf)
+        residual = measured - level[:, None] * ones - factor[:, None] * column
+        cost = np.where(factor > 0.0, 0.5 * np.einsum("kp,kp->k", residual, residual), np.inf)
         best = int(np.argmin(cost))
         step = line[1] - line[0]
         low, high = max(line[best] - 1.5 * step, low), min(line[best] + 1.5 * step, high)

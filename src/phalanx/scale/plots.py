@@ -19,27 +19,27 @@ STYLES = ("1", "2", "3")
 
 
 def fit_plots(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, str]:
-    """File name -> SVG; a picture without data is left out."""
-    return {f"{name}.svg": standalone_svg(one.to_svg()) for name, one in fit_pictures(fit, points).items()}
+    """Return the pictures as SVG texts by file name, without empty ones."""
+    return {f"{name}.svg": standalone_svg(plot.to_svg()) for name, plot in fit_pictures(fit, points).items()}
 
 
 def fit_pictures(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, LinePlot]:
-    """Name -> plot; one without data is left out."""
-    made = {
+    """Return the plots by name, without empty ones."""
+    plots = {
         "isoflop": _isoflop_plot(fit, points),
         "residuals": _residual_plot(fit, points),
         "frontier": _frontier_plot(fit, points),
     }
-    return {name: one for name, one in made.items() if not one.is_empty}
+    return {name: plot for name, plot in plots.items() if not plot.is_empty}
 
 
 def _powers_of_ten(unit: str) -> Callable[[float], str]:
-    """Values of a logarithmic axis."""
+    """Return the label function of a logarithmic axis, such as 1e21 FLOP."""
     return lambda value: f"{10.0**value:.0e} {unit}".replace("e+", "e")
 
 
 def _log_count(value: float) -> str:
-    """Parameters on a logarithmic axis: 18M."""
+    """Format a number of parameters from its logarithm: 18M."""
     return format_count(float(f"{10.0**value:.1e}"))
 
 
@@ -48,49 +48,49 @@ def _signed_percent(value: float) -> str:
 
 
 def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
-    """Loss over size, for budgets spread over those there are: points, and the law dashed."""
+    """Plot the loss over the size, for at most MOST_CURVES budgets: points, and the law dashed."""
     budgets = group_budgets(points)
     if len(budgets) > MOST_CURVES:
-        budgets = [budgets[one] for one in np.linspace(0, len(budgets) - 1, MOST_CURVES).round().astype(int)]
+        budgets = [budgets[index] for index in np.linspace(0, len(budgets) - 1, MOST_CURVES).round().astype(int)]
     lines = []
-    for place, (flops, rows) in enumerate(budgets):
+    for index, (flops, rows) in enumerate(budgets):
         x = np.log10(points.params[rows])
         order = np.argsort(x)
-        style = STYLES[place % len(STYLES)]
+        style = STYLES[index % len(STYLES)]
         name = f"{flops:.1e} FLOP"
         lines.append(
             PlotLine(label=name, x=x[order].tolist(), mean=points.loss[rows][order].tolist(), style=style, dots=True)
         )
         grid = np.linspace(x.min(), x.max(), 40)
         tokens = float(np.median(points.tokens[rows] * points.params[rows]))
-        law = [law_loss(fit.method, fit.values(), 10.0**one, tokens / 10.0**one) for one in grid]
+        law = [law_loss(fit.method, fit.values(), 10.0**log_size, tokens / 10.0**log_size) for log_size in grid]
         lines.append(PlotLine(label=f"{name}, law", x=grid.tolist(), mean=law, style=PLANNED_STYLE))
     title = "loss over parameters, by budget"
     return LinePlot(title=title, lines=lines, show="{:.2f}".format, show_x=_log_count)
 
 
 def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
-    """Measured over predicted, by compute."""
+    """Plot measured over predicted loss, by compute."""
     x = np.log10(points.flops)
-    off = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
+    errors = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
     order = np.argsort(x)
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
-    dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)
+    dots = PlotLine(label="measured", x=x[order].tolist(), mean=errors[order].tolist(), style="1", dots=True)
     title = "residuals in per cent, by compute"
     return LinePlot(title=title, lines=[zero, dots], show=_signed_percent, show_x=_powers_of_ten("FLOP"))
 
 
 def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
-    """The loss of the best model of each budget, with its interval, two decades beyond the data."""
+    """Plot the loss of the best model of each budget, with its interval, up to two decades beyond the data."""
     low, high = np.log10(points.flops.min()), np.log10(points.flops.max()) + 2.0
     grid = np.linspace(low, high, 25)
-    best = [optimum_estimates(fit, 10.0**one)["loss"] for one in grid]
+    best = [optimum_estimates(fit, 10.0**log_flops)["loss"] for log_flops in grid]
     band = PlotLine(
         label="law",
         x=grid.tolist(),
-        mean=[one.value for one in best],
-        low=[one.low for one in best] if fit.draws else (),
-        high=[one.high for one in best] if fit.draws else (),
+        mean=[estimate.value for estimate in best],
+        low=[estimate.low for estimate in best] if fit.draws else (),
+        high=[estimate.high for estimate in best] if fit.draws else (),
         style="1",
     )
     x = np.log10(points.flops)

@@ -1,4 +1,4 @@
-"""The table a law is fitted to: one row per trained model (or per token count of one), checked before any fit.
+"""The table a law is fitted to: one row per trained model (or per token count of a model), checked before any fit.
 
 Columns of the file (docs/scaling.md):
 
@@ -7,14 +7,14 @@ Columns of the file (docs/scaling.md):
     tokens         training tokens D                                required; or flops, then D = C / 6N
     flops          training FLOPs C                                 optional: 6·N·D
     loss           final held-out loss, nats per token              required
-    tokenizer      identity of the tokenizer                        optional; two of them are refused
-    data           identity of the training data                    optional; two of them are refused
-    seed lr batch_tokens                                            optional, kept
-    parametrization  as completep:64:3:8, with the base shape       optional, kept: what the learning rate belongs to
+    tokenizer      identity of the tokenizer                        optional; two different ones are an error
+    data           identity of the training data                    optional; two different ones are an error
+    seed lr batch_tokens                                            optional, stored
+    parametrization  such as completep:64:3:8, with the base shape  optional, stored: the learning rate depends on it
     unique_tokens  tokens before they repeat                        optional; for data-constrained
-    weight         how often a row counts                           optional: 1; 0 leaves it out
+    weight         weight of a row                                  optional: 1; rows of weight 0 are excluded
     budget         FLOPs of the IsoFLOP curve a row belongs to      optional: rows with nearly equal flops
-    status         anything but "done", "ok" or empty is left out   optional
+    status         rows are excluded unless "done", "ok" or empty   optional
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_to
 COUNTS = ("params", "tokens", "flops")
 TEXTS = ("run", "tokenizer", "data", "seed", "status", "parametrization")
 COLUMNS = (*NUMBERS, *TEXTS)
-# What other people call them, without regard to case, blanks and hyphens; the first that a file has is read.
+# Other common names of the columns, without regard to case, blanks and hyphens; the first that a file has is read.
 ALIASES = {
     "params": ("n", "parameters", "num_params", "n_params", "num_parameters", "n_parameters", "model_size"),
     "tokens": ("d", "train_tokens", "training_tokens", "num_tokens", "n_tokens", "tokens_seen"),
@@ -52,13 +52,14 @@ ALIASES = {
     "weight": ("weights",),
 }
 FINISHED = ("", "done", "ok", "finished")
-MOST_NAMED = 5  # rows of a table that are wrong in the same way
+MOST_NAMED = 5  # rows of a table with the same mistake that are listed
 SMALLEST = float(np.nextafter(0.0, 1.0))
-# Beyond these a number is no such thing, and sums over the table overflow.
+# Outside these limits a number is implausible, and sums over the table overflow.
 LIMITS = {
     "params": (1.0, 1e18),
     "tokens": (1.0, 1e24),
-    "flops": (1e-30, 1e45),  # from 1e-30: some tables count them in units of their own, which is warned of
+    # From 1e-30: some tables count FLOPs in their own units, for which a warning is given.
+    "flops": (1e-30, 1e45),
     "loss": (1e-9, 1e9),
     "weight": (0.0, 1e12),
 }
@@ -84,7 +85,7 @@ FLOPS_COUNTED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoints:
-    """Rows as columns, in the order of the file. `line` is where a row stands in it."""
+    """The rows of a table as columns, in the order of the file; `line` holds their line numbers."""
 
     source: str
     params: Array
@@ -105,14 +106,14 @@ class ScalingPoints:
     parametrization: tuple[str, ...] = ()
     tokenizer: str = ""
     data: str = ""
-    left_out: tuple[str, ...] = ()  # sentences: what was dropped, and why
+    left_out: tuple[str, ...] = ()  # sentences on excluded rows, with the reason
     digest: str = field(default="")
 
     def __len__(self) -> int:
         return len(self.loss)
 
     def take(self, rows: Sequence[int] | NDArray[np.intp] | NDArray[np.bool_]) -> ScalingPoints:
-        """Some of the rows."""
+        """Return a selection of the rows."""
         from dataclasses import replace
 
         picked = np.arange(len(self))[np.asarray(rows)]
@@ -126,10 +127,10 @@ class ScalingPoints:
             tokens=self.tokens[picked],
             flops=self.flops[picked],
             loss=self.loss[picked],
-            run=tuple(self.run[one] for one in picked),
-            line=tuple(self.line[one] for one in picked),
-            seed=tuple(self.seed[one] for one in picked) if self.seed else (),
-            parametrization=tuple(self.parametrization[one] for one in picked) if self.parametrization else (),
+            run=tuple(self.run[row] for row in picked),
+            line=tuple(self.line[row] for row in picked),
+            seed=tuple(self.seed[row] for row in picked) if self.seed else (),
+            parametrization=tuple(self.parametrization[row] for row in picked) if self.parametrization else (),
             unique_tokens=some(self.unique_tokens),
             weight=some(self.weight),
             budget=some(self.budget),
@@ -138,44 +139,46 @@ class ScalingPoints:
         )
 
     def place(self, row: int) -> str:
-        """Where a row stands: file and line, and its run."""
-        where = f"{self.source}:{self.line[row]}"
-        return f"{where} ({self.run[row]})" if self.run[row] else where
+        """Return the place of a row for messages: file and line, and its run."""
+        position = f"{self.source}:{self.line[row]}"
+        return f"{position} ({self.run[row]})" if self.run[row] else position
 
     def name(self, row: int) -> str:
-        """How a message calls a row."""
+        """Return the name of a row for messages."""
         return self.run[row] or f"line {self.line[row]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableOptions:
-    """What of a table is read, and as what."""
+    """Options for reading a table: column names, row filters and counting conventions."""
 
-    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> theirs, or "theirs*1e6" for one in millions
+    # Column name here to its name in the file, or "name*1e6" for a column in millions.
+    columns: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)  # column -> the value that a row must have
     params_counted: str = "unstated"
     flops_counted: str = ""
     drop_highest: int = 0  # rows with the largest losses
-    drop: tuple[int, ...] = ()  # lines of the file
-    mixed: bool = False  # several tokenizers or data sets are meant
-    repeated: bool = False  # rows with equal size, tokens and seed are meant: repeated measurements
+    drop: tuple[int, ...] = ()  # lines of the file to exclude
+    mixed: bool = False  # several tokenizers or data sets are intended
+    # Rows with equal size, tokens and seed are intended: repeated measurements.
+    repeated: bool = False
 
 
 def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoints:
-    """The rows of a table; every mistake in it at once, as UserError."""
+    """Read the rows of a table; raises UserError with every mistake in it."""
     options = options or TableOptions()
     columns, rows = read_rows(path, lambda columns: _number_columns(columns, options))
-    known = _find_columns(path, columns, options)
-    for name, factor in [(name, _unit_factor(name)) for name in known.values() if name not in columns]:
+    names = _find_columns(path, columns, options)
+    for name, factor in [(name, _unit_factor(name)) for name in names.values() if name not in columns]:
         rows = [
             (line, {**row, name: _times(row.get(name.rpartition("*")[0].strip(), ""), factor)}) for line, row in rows
         ]
-    rows = [one for one in rows if all(one[1].get(key) == value for key, value in options.where.items())]
-    return make_points(str(path), rows, known, options)
+    rows = [row for row in rows if all(row[1].get(key) == value for key, value in options.where.items())]
+    return make_points(str(path), rows, names, options)
 
 
 def _unit_factor(name: str) -> float:
-    """1e6 of "params_m*1e6"; 0 where that is not what it says."""
+    """Return 1e6 for "params_m*1e6"; 0 where the name has no such factor."""
     digits = name.rpartition("*")[2].strip()
     return float(digits) if re.fullmatch(r"\d+(\.\d*)?([eE]\+?\d{1,2})?", digits) else 0.0
 
@@ -184,7 +187,8 @@ def _times(text: str, factor: float) -> str:
     try:
         return repr(read_number(text, is_count=True) * factor)
     except ValueError:
-        return text  # said with its line when numbers are read
+        # Reported with its line when numbers are read.
+        return text
 
 
 def _plain_name(name: str) -> str:
@@ -192,11 +196,11 @@ def _plain_name(name: str) -> str:
 
 
 def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> dict[str, str]:
-    """Our name of each column that is there -> its name in the file, with *1e6 where it is in millions."""
+    """Return the name in the file of each known column, with *1e6 where it is in millions; raises UserError."""
     problems = []
-    scaled = [one for one in options.columns.values() if one not in columns and _unit_factor(one) > 0.0]
-    wanted = [one.rpartition("*")[0].strip() if one in scaled else one for one in options.columns.values()]
-    for name in (*wanted, *options.where):
+    scaled = [name for name in options.columns.values() if name not in columns and _unit_factor(name) > 0.0]
+    required = [name.rpartition("*")[0].strip() if name in scaled else name for name in options.columns.values()]
+    for name in (*required, *options.where):
         if name not in columns:
             near = nearest(name, columns)
             fix = f'did you mean "{near}"?' if near else f"it has {first_few(columns, 12)}"
@@ -205,39 +209,42 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
         if name not in COLUMNS:
             fix = f"the columns are {', '.join(COLUMNS)}"
             problems.append(Problem(where=f"--column {name}", what="is no column of a scaling table", fix=fix))
-    known = _name_columns(columns, options)
+    names = _name_columns(columns, options)
     if problems:
         raise UserError(problems)
-    has = f"the file has {first_few(columns, 12)}"
-    if "loss" not in known:
-        fix = f"name it with --column loss=THEIRS; {has}"
+    columns_text = f"the file has {first_few(columns, 12)}"
+    if "loss" not in names:
+        fix = f"name it with --column loss=THEIRS; {columns_text}"
         problems.append(Problem(where=f"{path}:1", what='has no column "loss"', fix=fix))
-    missing = [name for name in ("params", "tokens", "flops") if name not in known]
+    missing = [name for name in ("params", "tokens", "flops") if name not in names]
     if len(missing) > 1:
-        fix = f"name them with --column {missing[0]}=THEIRS, or THEIRS*1e6 for one in millions; {has}"
-        what = f'has no column "{missing[0]}" and no "{missing[1]}"; two of params, tokens and flops are needed'
-        problems.append(Problem(where=f"{path}:1", what=what, fix=fix))
+        fix = f"name them with --column {missing[0]}=THEIRS, or THEIRS*1e6 for one in millions; {columns_text}"
+        problem = f'has no column "{missing[0]}" and no "{missing[1]}"; two of params, tokens and flops are needed'
+        problems.append(Problem(where=f"{path}:1", what=problem, fix=fix))
     if problems:
         raise UserError(problems)
-    return known
+    return names
 
 
 def _name_columns(columns: Sequence[str], options: TableOptions) -> dict[str, str]:
-    """Our name of each column -> what the options or our aliases call it."""
+    """Return the name of each known column in the file, from the options or from ALIASES."""
     plain = {_plain_name(name): name for name in reversed(columns)}
-    known = {}
+    names = {}
     for name in COLUMNS:
         if name in options.columns:
-            known[name] = options.columns[name]
-        elif found := next((plain[one] for one in (name, *ALIASES.get(name, ())) if one in plain), None):
-            known[name] = found
-    return known
+            names[name] = options.columns[name]
+        elif match := next((plain[alias] for alias in (name, *ALIASES.get(name, ())) if alias in plain), None):
+            names[name] = match
+    return names
 
 
 def _number_columns(columns: Sequence[str], options: TableOptions) -> dict[str, str]:
-    """Those of numbers alone, under their names in the file: without *1e6."""
-    known = {name: other for name, other in _name_columns(columns, options).items() if name in NUMBERS}
-    return {name: other if other in columns else other.rpartition("*")[0].strip() for name, other in known.items()}
+    """Return the number columns with their names in the file, without *1e6."""
+    names = {name: file_name for name, file_name in _name_columns(columns, options).items() if name in NUMBERS}
+    return {
+        name: file_name if file_name in columns else file_name.rpartition("*")[0].strip()
+        for name, file_name in names.items()
+    }
 
 
 def make_points(
@@ -246,37 +253,43 @@ def make_points(
     known: Mapping[str, str],
     options: TableOptions,
 ) -> ScalingPoints:
-    """Rows of texts as checked columns; `known` is our name of each column -> its name in the rows."""
+    """Return rows of texts as checked columns; `known` maps each column to its name in the rows.
+
+    Raises UserError for missing rows, wrong numbers, mixed tokenizers or data, and repeated rows that the options do
+    not allow.
+    """
     if not rows:
-        what = "no row is left" if options.where else "has a header but no rows"
-        raise mistake(source, what, fix="look at --where" if options.where else "add a row per trained model")
+        problem = "no row is left" if options.where else "has a header but no rows"
+        raise mistake(source, problem, fix="look at --where" if options.where else "add a row per trained model")
     left_out: list[str] = []
     if "status" in known:
-        late = [row for _, row in rows if row.get(known["status"], "").lower() not in FINISHED]
-        rows = [one for one in rows if one[1].get(known["status"], "").lower() in FINISHED]
-        if late:
-            names = [row.get(known.get("run", ""), "") or "a run without a name" for row in late]
-            left_out.append(f"{plural(len(late), 'run')} that did not finish: {first_few(names, 4)}")
+        unfinished = [row for _, row in rows if row.get(known["status"], "").lower() not in FINISHED]
+        rows = [entry for entry in rows if entry[1].get(known["status"], "").lower() in FINISHED]
+        if unfinished:
+            names = [row.get(known.get("run", ""), "") or "a run without a name" for row in unfinished]
+            left_out.append(f"{plural(len(unfinished), 'run')} that did not finish: {first_few(names, 4)}")
         if not rows:
-            raise mistake(source, f"all {plural(len(late), 'run')} are unfinished", fix="wait for them, or resume them")
+            raise mistake(
+                source, f"all {plural(len(unfinished), 'run')} are unfinished", fix="wait for them, or resume them"
+            )
     values, problems = _read_numbers(source, rows, known)
     if problems:
         raise UserError(problems)
-    for name, other in (("tokens", "params"), ("params", "tokens")):
+    for name, source_name in (("tokens", "params"), ("params", "tokens")):
         if name not in values:
-            values[name] = values["flops"] / (6.0 * values[other])
-            _check_derived(source, rows, name, other, values[name])
+            values[name] = values["flops"] / (6.0 * values[source_name])
+            _check_derived(source, rows, name, source_name, values[name])
     texts = {name: [row.get(known[name], "") for _, row in rows] for name in TEXTS if name in known}
     for name in ("tokenizer", "data"):
-        kinds = sorted({*texts.get(name, ())} - {""})
-        if len(kinds) > 1 and not options.mixed:
+        distinct = sorted({*texts.get(name, ())} - {""})
+        if len(distinct) > 1 and not options.mixed:
             raise mistake(
                 source,
-                f"mixes {len(kinds)} values of {name}: {first_few(kinds, 4)}",
+                f"mixes {len(distinct)} values of {name}: {first_few(distinct, 4)}",
                 why="losses of different tokenizers or data cannot be put on one curve",
-                fix=f'pick one with --where "{known[name]}={kinds[0]}", or say --mixed if they compare',
+                fix=f'pick one with --where "{known[name]}={distinct[0]}", or say --mixed if they compare',
             )
-    given = "flops" in values
+    has_flops = "flops" in values
     points = ScalingPoints(
         source=source,
         params=values["params"],
@@ -286,8 +299,8 @@ def make_points(
         run=tuple(texts.get("run", [""] * len(rows))),
         line=tuple(line for line, _ in rows),
         params_counted=options.params_counted,
-        flops_counted=options.flops_counted or ("unstated" if given else "6nd"),
-        flops_are_given=given,
+        flops_counted=options.flops_counted or ("unstated" if has_flops else "6nd"),
+        flops_are_given=has_flops,
         unique_tokens=values.get("unique_tokens"),
         weight=values.get("weight"),
         budget=values.get("budget"),
@@ -295,8 +308,8 @@ def make_points(
         batch_tokens=values.get("batch_tokens"),
         seed=tuple(texts.get("seed", ())),
         parametrization=tuple(texts.get("parametrization", ())),
-        tokenizer=next((one for one in texts.get("tokenizer", ()) if one), ""),
-        data=next((one for one in texts.get("data", ()) if one), ""),
+        tokenizer=next((value for value in texts.get("tokenizer", ()) if value), ""),
+        data=next((value for value in texts.get("data", ()) if value), ""),
     )
     points = _without_repeats(points, options, left_out)
     if points.weight is not None and (unweighted := int((points.weight == 0.0).sum())):
@@ -329,46 +342,50 @@ def make_points(
 
 
 def _read_numbers(source: str, rows: Sequence[Row], known: Mapping[str, str]) -> tuple[dict[str, Array], list[Problem]]:
-    """Every column of numbers; a value that is no positive number is a problem where the law needs it."""
+    """Read every number column; non-positive values are problems in the columns that the law needs."""
     values: dict[str, Array] = {}
     problems: list[Problem] = []
     for name in NUMBERS:
         if name not in known:
             continue
-        needed = name in ("params", "tokens", "flops", "loss", "weight")
+        is_needed = name in ("params", "tokens", "flops", "loss", "weight")
         # A weight of 0 leaves its row out; no other number may be 0.
-        least, kind = (0.0, "a number of at least 0") if name == "weight" else (SMALLEST, "a positive number")
+        least, noun = (0.0, "a number of at least 0") if name == "weight" else (SMALLEST, "a positive number")
         column = np.empty(len(rows))
-        wrong: list[Problem] = []
-        for place, (line, row) in enumerate(rows):
+        column_problems: list[Problem] = []
+        for index, (line, row) in enumerate(rows):
             text = row.get(known[name], "")
             try:
-                column[place] = read_number(text, is_count=name != "loss")
+                column[index] = read_number(text, is_count=name != "loss")
             except ValueError:
-                column[place] = math.nan
+                column[index] = math.nan
             lowest, highest = LIMITS.get(name, (-math.inf, math.inf))
-            if needed and not (math.isfinite(column[place]) and column[place] >= least):
-                what = f'{known[name]} = "{text[:40]}" is not {kind}' if text else f"{known[name]} is empty"
-                wrong.append(Problem(where=f"{source}:{line}", what=what, fix=FIXES.get(name, FIXES["params"])))
-            elif needed and not lowest <= column[place] <= highest:
-                what = f'{known[name]} = "{text[:40]}" is not within {lowest:g} to {highest:g}'
+            if is_needed and not (math.isfinite(column[index]) and column[index] >= least):
+                problem = f'{known[name]} = "{text[:40]}" is not {noun}' if text else f"{known[name]} is empty"
+                column_problems.append(
+                    Problem(where=f"{source}:{line}", what=problem, fix=FIXES.get(name, FIXES["params"]))
+                )
+            elif is_needed and not lowest <= column[index] <= highest:
+                problem = f'{known[name]} = "{text[:40]}" is not within {lowest:g} to {highest:g}'
                 fix = f"look at its unit: a column in millions is read with --column '{name}=THEIRS*1e6'"
-                wrong.append(Problem(where=f"{source}:{line}", what=what, fix=fix if name in COUNTS else FIXES[name]))
-        if len(wrong) > MOST_NAMED:
-            more = f"{known[name]} is wrong in {plural(len(wrong) - MOST_NAMED, 'more row')}"
-            wrong = [*wrong[:MOST_NAMED], Problem(where=source, what=more)]
-        problems += wrong
-        if needed or np.isfinite(column).any():
+                column_problems.append(
+                    Problem(where=f"{source}:{line}", what=problem, fix=fix if name in COUNTS else FIXES[name])
+                )
+        if len(column_problems) > MOST_NAMED:
+            more = f"{known[name]} is wrong in {plural(len(column_problems) - MOST_NAMED, 'more row')}"
+            column_problems = [*column_problems[:MOST_NAMED], Problem(where=source, what=more)]
+        problems += column_problems
+        if is_needed or np.isfinite(column).any():
             values[name] = column
     return values, problems
 
 
 def _check_derived(source: str, rows: Sequence[Row], name: str, other: str, column: Array) -> None:
-    """Raise UserError where C = 6·N·D makes a count that is none."""
+    """Raise UserError where C = 6·N·D gives an implausible count."""
     lowest, highest = LIMITS[name]
-    wrong = np.flatnonzero(~((column >= lowest) & (column <= highest)))
-    if len(wrong):
-        line, value = rows[wrong[0]][0], column[wrong[0]]
+    implausible = np.flatnonzero(~((column >= lowest) & (column <= highest)))
+    if len(implausible):
+        line, value = rows[implausible[0]][0], column[implausible[0]]
         raise mistake(
             f"{source}:{line}",
             f"{name} = flops / (6·{other}) = {value:.3g} is not within {lowest:g} to {highest:g}",
@@ -377,45 +394,48 @@ def _check_derived(source: str, rows: Sequence[Row], name: str, other: str, colu
 
 
 def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: list[str]) -> ScalingPoints:
-    """Rows that repeat another one are refused unless they are meant; then equal ones count once."""
-    seen: dict[tuple[object, ...], int] = {}
-    losses: set[tuple[object, ...]] = set()  # of what was seen: an equal row need not follow the first
-    keep, same = [], []
+    """Raise UserError for rows that repeat another unless the options allow it; equal rows then count once."""
+    first_rows: dict[tuple[object, ...], int] = {}
+    # Losses of all rows so far by key: an equal row need not follow the first.
+    losses: set[tuple[object, ...]] = set()
+    keep, duplicates = [], []
     problems = []
     for row in range(len(points)):
         seed = points.seed[row] if points.seed else ""
         lr = points.lr[row] if points.lr is not None and np.isfinite(points.lr[row]) else None
         key = (points.run[row], points.params[row], points.tokens[row], points.flops[row], seed, lr)
-        first = seen.setdefault(key, row)
+        first = first_rows.setdefault(key, row)
         is_new = (*key, points.loss[row]) not in losses
         losses.add((*key, points.loss[row]))
         if first == row or (options.repeated and is_new):
             keep.append(row)
             continue
-        where = f"{points.source}:{points.line[row]}"
-        what = f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g})"
+        place = f"{points.source}:{points.line[row]}"
+        problem = f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g})"
         if not is_new:
             fix = "leave it out, or say --repeated: equal rows then count once"
-            same.append(Problem(where=where, what=what, why="a row that counts twice pulls the law to it", fix=fix))
+            duplicates.append(
+                Problem(where=place, what=problem, why="a row that counts twice pulls the law to it", fix=fix)
+            )
         else:
-            what += f" with another loss: {points.loss[first]:.5g} and {points.loss[row]:.5g}"
+            problem += f" with another loss: {points.loss[first]:.5g} and {points.loss[row]:.5g}"
             fix = "keep one of them, give each its seed, or say --repeated if both were measured"
-            problems.append(Problem(where=where, what=what, fix=fix))
-    if same and not options.repeated:
-        problems += same
+            problems.append(Problem(where=place, what=problem, fix=fix))
+    if duplicates and not options.repeated:
+        problems += duplicates
     if problems:
         more = len(problems) - MOST_NAMED
         if more > 0:
-            what = f"repeats rows {plural(more, 'more time')}"
-            problems = [*problems[:MOST_NAMED], Problem(where=points.source, what=what)]
+            problem = f"repeats rows {plural(more, 'more time')}"
+            problems = [*problems[:MOST_NAMED], Problem(where=points.source, what=problem)]
         raise UserError(problems)
-    if same:
-        left_out.append(f"{plural(len(same), 'duplicate row')}")
+    if duplicates:
+        left_out.append(f"{plural(len(duplicates), 'duplicate row')}")
     return points.take(np.array(keep, dtype=np.intp))
 
 
 def data_digest(points: ScalingPoints) -> str:
-    """SHA-256 of what a law is fitted to: sizes, tokens, FLOPs, losses and weights, in any order of the rows."""
+    """Return the SHA-256 of a law's data: sizes, tokens, FLOPs, losses and weights, regardless of row order."""
     columns = [points.params, points.tokens, points.flops, points.loss]
     if points.weight is not None:
         columns.append(points.weight)

@@ -1,4 +1,4 @@
-"""Points out of run folders: size by exact count, tokens by steps, loss by the last evaluation on held-out text."""
+"""Points from run folders: exact parameter counts, tokens from steps, and the last evaluated held-out loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from phalanx.scale.points import COLUMNS, ScalingPoints, TableOptions, make_poin
 from phalanx.scale.shapes import counted_params
 
 PLAN, RUN_ID = "plan.json", "run_id"
-TABLE = "points.csv"  # what phalanx scale sweep writes beside its runs
+TABLE = "points.csv"  # phalanx scale sweep writes it next to its runs
 MOST_RUNS = 10_000
-LARGEST_SHARE = 0.7  # of the largest FLOPs: the runs of the largest budget
+# Share of the largest FLOPs above which runs belong to the largest budget.
+LARGEST_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLosses:
-    """A run so far: its size as a law counts it, and the loss after so many tokens."""
+    """A run so far: its size as the law counts it, and its losses after each number of tokens."""
 
     name: str
     state: str
@@ -39,75 +40,76 @@ class RunLosses:
     planned_tokens: float
     tokens: tuple[float, ...]
     losses: tuple[float, ...]
-    evaluated: bool  # on held-out text; otherwise these are training losses
-    tokenizer: str = ""  # digests, as a sweep's table has them; empty where the dataset is gone
+    evaluated: bool  # True for losses on held-out text, False for training losses
+    tokenizer: str = ""  # digests, as in a sweep's table; empty where the dataset is missing
     data: str = ""
     optim: Optim = field(default_factory=Optim)  # with the schedule of its learning rate
 
 
 def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
-    """A run folder, a folder of them, or one with a table of points."""
+    """Read a run folder, a folder of runs, or a folder with a table of points; raises UserError."""
     if is_file(folder / TABLE):
         return read_points(folder / TABLE, options)
     if is_run(folder):
         runs = [folder]
     else:
-        runs = sorted(one for one in folder.iterdir() if is_folder(one) and is_run(one))[:MOST_RUNS]
+        runs = sorted(path for path in folder.iterdir() if is_folder(path) and is_run(path))[:MOST_RUNS]
     if not runs:
         fix = f"name a table, a run folder, a folder of runs, or one with a file {TABLE}"
         raise mistake(str(folder), "holds no runs", fix=fix)
     rows: list[tuple[int, dict[str, str]]] = []
     problems: list[Problem] = []
-    for place, path in enumerate(runs, start=1):
+    for row_number, path in enumerate(runs, start=1):
         try:
-            rows.append((place, _run_row(path, options)))
+            rows.append((row_number, _run_row(path, options)))
         except UserError as error:
             problems.extend(error.problems)
     if problems:
         raise UserError(problems)
-    known = {name: name for name in COLUMNS if name in rows[0][1]}
+    names = {name: name for name in COLUMNS if name in rows[0][1]}
     for name in options.where:
-        if name not in known:
-            fix = f"runs have {', '.join(known)}"
+        if name not in names:
+            fix = f"runs have {', '.join(names)}"
             raise mistake(f"--where {name}", "is no column of a table of runs", fix=fix)
     rows = [(line, row) for line, row in rows if all(row[key] == value for key, value in options.where.items())]
-    return make_points(str(folder), rows, known, options)
+    return make_points(str(folder), rows, names, options)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, begun or not."""
+    """Return True if a folder is a run's, started or not."""
     return is_file(folder / PLAN) or is_file(folder / RUN_ID)
 
 
 def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
+    """Return the table row of one run; raises UserError for a run that did not finish or was never evaluated."""
     where = str(folder)
     if not is_file(folder / PLAN):
-        what = f"was ended before it began: it has no {PLAN}"
-        raise UserError(Problem(where=where, what=what, fix="move it out of the folder; nothing was trained in it"))
-    found = read_run_losses(folder, counted=options.params_counted)
-    if found.state != "done":
+        problem = f"was ended before it began: it has no {PLAN}"
+        raise UserError(Problem(where=where, what=problem, fix="move it out of the folder; nothing was trained in it"))
+    run = read_run_losses(folder, counted=options.params_counted)
+    if run.state != "done":
         raise UserError(
             Problem(
                 where=where,
-                what=f"is {found.state or 'not finished'}, after {found.tokens[-1] if found.tokens else 0:,.0f} of "
-                f"{found.planned_tokens:,.0f} tokens",
+                what=f"is {run.state or 'not finished'}, after {run.tokens[-1] if run.tokens else 0:,.0f} of "
+                f"{run.planned_tokens:,.0f} tokens",
                 why="a run whose learning rate has not decayed is no point of a law",
                 fix=f"phalanx train --resume {where}, or move it out of the folder",
             )
         )
-    if not found.evaluated or not found.losses:
+    if not run.evaluated or not run.losses:
         fix = "set train.evaluate_sequences above 0, and a dataset with held-out text"
         raise UserError(Problem(where=where, what="was never evaluated on held-out text", fix=fix))
     job = at(Run(path=folder).plan(), "job")
     batch = at(job, "batch")
     sequence = integer(at(job, "data"), "sequence") or 0
     return {
-        "run": found.name,
-        "params": str(found.params),
-        "tokens": repr(found.tokens[-1]),
-        "loss": repr(found.losses[-1]),
-        "tokenizer": found.tokenizer,
-        "data": found.data,
+        "run": run.name,
+        "params": str(run.params),
+        "tokens": repr(run.tokens[-1]),
+        "loss": repr(run.losses[-1]),
+        "tokenizer": run.tokenizer,
+        "data": run.data,
         "seed": str(integer(at(job, "data"), "seed") or 0),
         "lr": repr(number(at(job, "optim"), "lr") or float("nan")),
         "batch_tokens": str((integer(batch, "global_sequences") or 0) * sequence),
@@ -117,7 +119,7 @@ def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
 
 
 def parametrization_text(scale: Scale) -> str:
-    """What a learning rate belongs to, as a table has it: the parametrization with its base shape; empty for standard.
+    """Return the parametrization with its base shape, to which a learning rate belongs; empty for standard.
 
     >>> parametrization_text(Scale(parametrization="completep", base_width=64, base_depth=3, base_head_dim=8))
     'completep:64:3:8'
@@ -128,19 +130,19 @@ def parametrization_text(scale: Scale) -> str:
 
 
 def used_rates(points: ScalingPoints) -> UsedRates | None:
-    """Learning rate and batch of the best run of the largest budget; None where the table does not say them.
+    """Return the learning rate and batch of the best run of the largest budget; None where the table lacks them.
 
-    Of several runs of one size and tokens, as of a search for the rate, that is the one with the best rate.
+    Among several runs of one size and token count, as from a learning-rate search, the best run has the best rate.
     """
     if points.lr is None:
         return None
-    known = np.isfinite(points.lr) & (points.lr > 0.0)
-    if not known.any():
+    has_rate = np.isfinite(points.lr) & (points.lr > 0.0)
+    if not has_rate.any():
         return None
-    near = known & (points.flops > LARGEST_SHARE * points.flops[known].max())
+    near = has_rate & (points.flops > LARGEST_SHARE * points.flops[has_rate].max())
     best = int(np.flatnonzero(near)[np.argmin(points.loss[near])])
     batch = points.batch_tokens[best] if points.batch_tokens is not None else 0.0
-    words = re.fullmatch(
+    match = re.fullmatch(
         r"(mup|completep):(\d{1,6}):(\d{1,4}):(\d{1,4})", points.parametrization[best] if points.parametrization else ""
     )
     return UsedRates(
@@ -148,15 +150,15 @@ def used_rates(points: ScalingPoints) -> UsedRates | None:
         tokens=float(points.tokens[best]),
         lr=float(points.lr[best]),
         batch_tokens=float(batch) if np.isfinite(batch) and batch > 0.0 else 0.0,
-        parametrization=words[1] if words else "",
-        base_width=int(words[2]) if words else 0,
-        base_depth=int(words[3]) if words else 0,
-        base_head_dim=int(words[4]) if words else 0,
+        parametrization=match[1] if match else "",
+        base_width=int(match[2]) if match else 0,
+        base_depth=int(match[3]) if match else 0,
+        base_head_dim=int(match[4]) if match else 0,
     )
 
 
 def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
-    """The record of a run, finished or not; raises UserError where the folder is none."""
+    """Read the losses of a run, finished or not; raises UserError where the folder is not a run's."""
     run = Run(path=folder)
     plan: Mapping[str, Any] = run.plan()
     job = at(plan, "job")
@@ -192,10 +194,12 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
 
 
 def _data_identity(data: Mapping[str, Any]) -> tuple[str, str]:
-    """Digests of the tokenizer and of the data a run reads; of a dataset that is gone, its path stands for it."""
-    paths = [str(one) for one in data.get("paths") or () if isinstance(one, str)]
+    """Return the digests of a run's tokenizer and data; for a missing dataset, an empty string and its paths."""
+    paths = [str(path) for path in data.get("paths") or () if isinstance(path, str)]
     try:
-        manifests = [read_manifest(Path(one)) for one in paths]
+        manifests = [read_manifest(Path(path)) for path in paths]
     except (PhalanxError, OSError):
         return "", "+".join(paths)
-    return "+".join(one.tokenizer_sha256[:16] for one in manifests), "+".join(one.digest[:16] for one in manifests)
+    return "+".join(manifest.tokenizer_sha256[:16] for manifest in manifests), "+".join(
+        manifest.digest[:16] for manifest in manifests
+    )

@@ -1,13 +1,13 @@
-"""Rows that the others exclude: one run that broke, or a typing error, must not tilt a law of thirty.
+"""Find stray rows, which contradict all others: a broken run or a typing error must not tilt a law of thirty rows.
 
-Externally studentized residuals: each row is held against the law of all rows and the noise that the *other* rows show,
-in Student's t of what is left, with a chance of one per cent that any row of a table without strays is called one. Rows
-are taken out one at a time, since one stray hides another, and only where noise in proportion to the loss and constant
-noise both call it a stray: what is noise under one of them stays.
+Externally studentized residuals: each row is compared with the law of all rows and the noise of the *other* rows, by
+Student's t. In a table without strays, the chance that any row is called one is one per cent. Rows are removed one at
+a time, since one stray can hide another, and only where both noise models (proportional to the loss, and constant)
+call the row a stray.
 
-Rows that are left out may say how large noise can be (heavy tails), or nothing (a run that broke). Draws of the
-posterior count each with half the square of the largest residual that would not be a stray: with none, 80 % intervals
-of a held 75 % under heavy tails and 76 % with one broken run (400 and 200 surfaces), with all of it 77 and 87 %.
+Removed rows may show how large noise can be (heavy tails), or nothing (a broken run). Draws of the posterior count
+each with half the square of the largest residual that would not be a stray: with none of it, 80 % intervals of the
+exponent a held 75 % under heavy tails and 76 % with one broken run (400 and 200 surfaces), with all of it 77 and 87 %.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scipy import stats
 
 from phalanx.scale.surface import Array, SurfaceData, surface_values
 
-CHANCE = 0.01  # that a table of normal noise loses a row
-MOST_SHARE = 0.1  # of the rows
-STRAY_SHARE = 0.5  # of the square that a row left out counts with
-LEAST_OFF = 1e-4  # of the loss: digits that a table rounds away
-LEAST_FREE = 4  # degrees of freedom without which noise is not known well enough
+CHANCE = 0.01  # that a table with normal noise loses a row
+MOST_SHARE = 0.1  # of the rows, that may be removed
+STRAY_SHARE = 0.5  # share of the squared limit that a removed row adds
+LEAST_OFF = 1e-4  # share of the loss: digits that a table rounds away
+LEAST_FREE = 4  # degrees of freedom below which the noise is not known well enough
 
 
 def residual_slopes(data: SurfaceData, theta: Array, *, tied: bool = False) -> tuple[Array, Array]:
-    """Fitted losses, and their relative derivatives by the free parameters, shape (P, 4 or 5)."""
-    level, term_n, term_d = (one[0] for one in surface_values(theta[None, :], data))
+    """Return the fitted losses, and their relative derivatives by the free parameters, shape (P, 4 or 5)."""
+    level, term_n, term_d = (term[0] for term in surface_values(theta[None, :], data))
     fitted = level + term_n + term_d
     alpha, beta = np.exp(theta[3]), np.exp(theta[4])
     columns = [np.broadcast_to(level, fitted.shape), term_n, term_d, -alpha * data.x * term_n, -beta * data.y * term_d]
@@ -39,12 +39,12 @@ def residual_slopes(data: SurfaceData, theta: Array, *, tied: bool = False) -> t
 
 
 def stray_limit(count: int, free: int) -> float:
-    """The studentized residual from which one of `count` rows is a stray."""
+    """Return the studentized residual above which one of `count` rows is a stray."""
     return float(stats.t.ppf(1.0 - CHANCE / (2 * count), free - 1))
 
 
 def with_strays(data: SurfaceData, cost: float, strays: int) -> SurfaceData:
-    """The data, knowing that so many rows were left out; `cost` is half the sum of squares of the rest."""
+    """Return the data with a record of `strays` removed rows; `cost` is half the sum of squares of the others."""
     if not strays:
         return data
     count, free = len(data.loss), len(data.loss) - 5
@@ -53,7 +53,7 @@ def with_strays(data: SurfaceData, cost: float, strays: int) -> SurfaceData:
 
 
 def find_stray_row(fits: Sequence[tuple[SurfaceData, Array]]) -> int | None:
-    """The row that lies furthest outside, under every noise model; None where all belong to the law."""
+    """Return the row that lies furthest outside under every noise model; None where all fit the law."""
     excess: Array = np.full(len(fits[0][0].loss), np.inf)
     for data, theta in fits:
         fitted, slopes = residual_slopes(data, theta)
@@ -63,6 +63,7 @@ def find_stray_row(fits: Sequence[tuple[SurfaceData, Array]]) -> int | None:
         basis, _ = np.linalg.qr(slopes)
         leverage = np.minimum((basis**2).sum(axis=1), 1.0 - 1e-3)
         residual = (data.loss - fitted) / data.noise
+        # Internally studentized residuals first, then the externally studentized ones by the usual identity.
         squared = residual**2 / (1.0 - leverage) / max(float(residual @ residual), np.finfo(float).tiny) * free
         studentized = np.sqrt(squared * (free - 1) / np.maximum(free - squared, 1e-9))
         limit = stray_limit(count, free)

@@ -1,10 +1,10 @@
 """The loss surface L(N, D) = E + A/N^α + B/D^β, and its least-squares fit for many starts or resamples at once.
 
-All five parameters are fitted as logarithms, with N and D measured from the middle of the data: A and α, which are
-nearly one number on raw axes (condition number about 1e11), come apart. `project_grid` is the variable projection: for
-each pair of exponents the other three are a linear least-squares problem without negative values, so that only two
-numbers are searched (Open-Athena/scaling-law-analysis calls it VPNLS). `polish_surface` is Levenberg-Marquardt from
-there, for a batch of problems in one array program.
+All five parameters are fitted as logarithms, with N and D measured from the middle of the data: this separates A from
+α, which are nearly one number on raw axes (condition number about 1e11). `project_grid` is the variable projection:
+for each pair of exponents the other three parameters are a linear least-squares problem without negative values, so
+that only two numbers are searched (Open-Athena/scaling-law-analysis calls it VPNLS). `polish_surface` continues from
+there by Levenberg-Marquardt, for a batch of problems in one array program.
 
     # K problems, P points, 5 parameters in the order of Surface
 """
@@ -20,17 +20,20 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
-GRID_EXPONENTS = np.geomspace(0.03, 2.0, 28)  # of each kind that are tried
+GRID_EXPONENTS = np.geomspace(0.03, 2.0, 28)  # values of α and of β that are tried
 ITERATIONS = 60
-LEAST_DAMPING = 1e-14  # relative: where two numbers are one, normal equations without any have no solution
+# Relative: where two parameters cannot be told apart, undamped normal equations have no solution.
+LEAST_DAMPING = 1e-14
 _TINY = 1e-300
+# Bounds of the five logarithms on the centred axes.
 _LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
 _HIGHEST = np.array([8.0, 12.0, 12.0, math.log(MOST_EXPONENT), math.log(MOST_EXPONENT)])
 
 
 def bounded_optimum(log_params: float, log_compute: float) -> tuple[float, float]:
-    """N* and D* of ln N* and ln N·D, with one parameter and one token at least: a law that hardly knows N puts its
-    optimum anywhere.
+    """Return N* and D* for ln N* and ln N·D, with at least one parameter and one token.
+
+    The bound is needed for laws that hardly depend on N, whose optimum may be anywhere.
     """
     size = min(max(log_params, 0.0), max(log_compute, 0.0))
     return math.exp(size), math.exp(log_compute - size)
@@ -48,7 +51,7 @@ class Surface:
 
     @property
     def exponent(self) -> float:
-        """a of N* ∝ C^a.
+        """The exponent a of N* ∝ C^a.
 
         >>> round(Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28).exponent, 3)
         0.452
@@ -56,11 +59,11 @@ class Surface:
         return self.beta / (self.alpha + self.beta)
 
     def loss(self, params: float, tokens: float) -> float:
-        """Of a model with so many parameters after so many tokens."""
+        """Return the loss of a model with `params` parameters after `tokens` tokens."""
         return float(self.E + self.A * params**-self.alpha + self.B * tokens**-self.beta)
 
     def optimum(self, flops: float, flops_per_token: float = 6.0) -> tuple[float, float]:
-        """N* and D* for C = `flops_per_token`·N·D."""
+        """Return N* and D* for C = `flops_per_token`·N·D."""
         compute = math.log(flops / flops_per_token)
         ratio = math.log(self.alpha / self.beta) + math.log(max(self.A, _TINY)) - math.log(max(self.B, _TINY))
         return bounded_optimum((ratio + self.beta * compute) / (self.alpha + self.beta), compute)
@@ -74,17 +77,21 @@ class SurfaceData:
     y: Array  # ln D - ln D0
     loss: Array
     middle: tuple[float, float]  # ln N0, ln D0
-    noise: Array  # what residuals are divided by
-    wider: float | Array = 1.0  # 1/√weight: what rows of little weight add to it
-    log_odds: float = 0.0  # of this kind of noise before the points are seen, up to a constant
-    strays: int = 0  # rows that were left out
-    stray_squares: float = 0.0  # what they add to the sum of squares all the same: they say how large noise can be
+    noise: Array  # divisors of the residuals
+    wider: float | Array = 1.0  # 1/√weight: the factor by which a row's weight widens its noise
+    log_odds: float = 0.0  # ln of the prior odds of this kind of noise, up to a constant
+    strays: int = 0  # number of rows that were removed
+    # Their contribution to the sum of squares all the same: they show how large noise can be.
+    stray_squares: float = 0.0
 
     @classmethod
     def of(
         cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True, weight: Array | None = None
     ) -> SurfaceData:
-        """Of raw columns; noise in proportion to the loss, or the same everywhere, over the root of the weight."""
+        """Build the data from raw columns.
+
+        Noise is proportional to the loss (`relative`) or the same everywhere, divided by the root of the weight.
+        """
         log_n, log_d = np.log(params), np.log(tokens)
         middle = (float(log_n.mean()), float(log_d.mean()))
         noise = loss if relative else np.full_like(loss, math.exp(float(np.log(loss).mean())))
@@ -92,15 +99,18 @@ class SurfaceData:
         return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise * wider, wider=wider)
 
     def with_fitted_noise(self, theta: Array) -> SurfaceData:
-        """Noise in proportion to the fitted losses instead: a measured one that is low by chance counts for no more."""
+        """Return the data with noise proportional to the fitted instead of the measured losses.
+
+        Otherwise a loss that is low by chance would have a larger weight.
+        """
         level, term_n, term_d = surface_values(theta[None, :], self)
         fitted = np.log((level + term_n + term_d)[0] * self.wider)
-        # The same geometric mean as before: sums of squares under both noises are compared.
+        # The geometric mean stays the same, as sums of squares under both noises are compared.
         return replace(self, noise=np.exp(fitted - fitted.mean() + np.log(self.noise).mean()))
 
     def to_surface(self, theta: Array) -> Surface:
-        """Of fitted logarithms."""
-        e, a, b, log_alpha, log_beta = (float(one) for one in theta)
+        """Return the surface of fitted logarithms."""
+        e, a, b, log_alpha, log_beta = (float(value) for value in theta)
         alpha, beta = math.exp(log_alpha), math.exp(log_beta)
         return Surface(
             E=math.exp(e),
@@ -111,7 +121,7 @@ class SurfaceData:
         )
 
     def from_surface(self, law: Surface) -> Array:
-        """The logarithms that `to_surface` takes."""
+        """Return the logarithms of a surface, which `to_surface` takes."""
         return np.array(
             [
                 math.log(law.E),
@@ -124,7 +134,7 @@ class SurfaceData:
 
 
 def surface_values(theta_K5: Array, data: SurfaceData) -> tuple[Array, Array, Array]:
-    """The three terms of the law: E of shape (K, 1), and those of N and D of shape (K, P)."""
+    """Return the three terms of the law: E of shape (K, 1), and those of N and D of shape (K, P)."""
     alpha, beta = np.exp(theta_K5[:, 3:4]), np.exp(theta_K5[:, 4:5])
     term_n = np.exp(np.clip(theta_K5[:, 1:2] - alpha * data.x, -60.0, 60.0))
     term_d = np.exp(np.clip(theta_K5[:, 2:3] - beta * data.y, -60.0, 60.0))
@@ -132,14 +142,14 @@ def surface_values(theta_K5: Array, data: SurfaceData) -> tuple[Array, Array, Ar
 
 
 def project_grid(data: SurfaceData, *, tied: bool = False, keep: int = 8) -> Array:
-    """The best `keep` pairs of exponents of a grid, each with its E, A and B: starts for `polish_surface`.
+    """Return the best `keep` pairs of exponents of a grid, each with its E, A and B: starts for `polish_surface`.
 
-    `tied` searches α = β.
+    `tied` searches only α = β.
     """
     alpha, beta = (
         (GRID_EXPONENTS, GRID_EXPONENTS)
         if tied
-        else (one.ravel() for one in np.meshgrid(GRID_EXPONENTS, GRID_EXPONENTS))
+        else (axis.ravel() for axis in np.meshgrid(GRID_EXPONENTS, GRID_EXPONENTS))
     )
     linear, cost = project_pairs(data, alpha, beta)
     order = np.argsort(cost)[:keep]
@@ -148,9 +158,9 @@ def project_grid(data: SurfaceData, *, tied: bool = False, keep: int = 8) -> Arr
 
 
 def project_pairs(data: SurfaceData, alpha: Array, beta: Array, *, level: float | None = None) -> tuple[Array, Array]:
-    """E, A and B (K, 3) of pairs of exponents, and the sums of squares: non-negative least squares.
+    """Return E, A and B (K, 3) of pairs of exponents, and the sums of squares, by non-negative least squares.
 
-    Over the 3x3 normal equations of all pairs at once. `level` holds E.
+    It solves the 3x3 normal equations of all pairs at once. `level` fixes E.
     """
     shape = np.broadcast_shapes((len(alpha), 1), data.x.shape)
     columns = np.stack([np.ones(shape), np.exp(-alpha[:, None] * data.x), np.exp(-beta[:, None] * data.y)], axis=-1)
@@ -160,18 +170,18 @@ def project_pairs(data: SurfaceData, alpha: Array, beta: Array, *, level: float 
     right = np.einsum("kpi,p->ki", columns, measured)
     best = np.full(len(alpha), np.inf)
     linear = np.zeros((len(alpha), 3))
-    # Of three unknowns: the best of the seven supports whose solution is not negative.
+    # Exact for three unknowns: the best of the seven supports whose solution is not negative.
     for support in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0], [1], [2]):
         if level is not None and 0 in support:
             continue
         sub = normal[:, support][:, :, support] + 1e-14 * np.eye(len(support))
-        found = np.linalg.solve(sub, right[:, support, None])[..., 0]
-        cost = measured @ measured - np.einsum("ki,ki->k", found, right[:, support])
-        better = (found >= 0.0).all(axis=1) & (cost < best - 1e-15)
+        solution = np.linalg.solve(sub, right[:, support, None])[..., 0]
+        cost = measured @ measured - np.einsum("ki,ki->k", solution, right[:, support])
+        better = (solution >= 0.0).all(axis=1) & (cost < best - 1e-15)
         best[better] = cost[better]
         linear[better] = 0.0
         rows = np.flatnonzero(better)
-        linear[rows[:, None], support] = found[better]
+        linear[rows[:, None], support] = solution[better]
     if level is not None:
         linear[:, 0] = level
     return linear, best
@@ -187,22 +197,22 @@ def polish_surface(
     tied: bool = False,
     iterations: int = ITERATIONS,
 ) -> tuple[Array, Array]:
-    """Levenberg-Marquardt from K starts; parameters (K, 5) and half the sum of squares (K).
+    """Minimise by Levenberg-Marquardt from K starts; returns parameters (K, 5) and half the sum of squares (K).
 
-    `weights` (K, P) multiply squared residuals, `losses` (K, P) replace the measured ones: resamples. `fixed` numbers
-    stay as they start. `tied` holds α = β.
+    `weights` (K, P) multiply squared residuals, and `losses` (K, P) replace the measured ones, for resamples. `fixed`
+    parameters keep their start values. `tied` enforces α = β.
     """
     theta = np.array(theta_K5, dtype=float)
     measured = np.broadcast_to(data.loss if losses is None else losses, (len(theta), len(data.loss)))
     scales = np.broadcast_to(1.0 if weights is None else np.sqrt(weights), measured.shape) / data.noise
-    free = [one for one in range(5) if one not in fixed and not (tied and one == 4)]
+    free = [index for index in range(5) if index not in fixed and not (tied and index == 4)]
     if tied:
         theta[:, 4] = theta[:, 3]
 
     def residuals(at: Array, rows: NDArray[np.intp]) -> tuple[Array, Array]:
         level, term_n, term_d = surface_values(at, data)
         scale = scales[rows]
-        left = (measured[rows] - level - term_n - term_d) * scale
+        residual = (measured[rows] - level - term_n - term_d) * scale
         slopes = [
             np.broadcast_to(level, term_n.shape),
             term_n,
@@ -212,35 +222,36 @@ def polish_surface(
         ]
         if tied:
             slopes[3] = slopes[3] + slopes[4]
-        return left, np.stack([slopes[one] * scale for one in free], axis=-1)
+        return residual, np.stack([slopes[index] * scale for index in free], axis=-1)
 
     every = np.arange(len(theta))
-    left, slope = residuals(theta, every)
-    cost = 0.5 * np.einsum("kp,kp->k", left, left)
+    residual, slope = residuals(theta, every)
+    cost = 0.5 * np.einsum("kp,kp->k", residual, residual)
     damping = np.full(len(theta), 1e-2)
     active = every
     for _ in range(iterations):
         normal = slope.transpose(0, 2, 1) @ slope
-        down = np.einsum("kpi,kp->ki", slope, left)
+        down = np.einsum("kpi,kp->ki", slope, residual)
         size = np.einsum("kii->ki", normal)
         ridge = damping[active, None] * size + 1e-14
         step = np.linalg.solve(normal + np.einsum("ki,ij->kij", ridge, np.eye(len(free))), down[..., None])[..., 0]
-        tried = theta[active].copy()
-        tried[:, free] += np.clip(step, -1.5, 1.5)
+        trial = theta[active].copy()
+        trial[:, free] += np.clip(step, -1.5, 1.5)
         if tied:
-            tried[:, 4] = tried[:, 3]
-        tried = np.clip(tried, _LOWEST, _HIGHEST)
-        new_left, new_slope = residuals(tried, active)
-        new_cost = 0.5 * np.einsum("kp,kp->k", new_left, new_left)
+            trial[:, 4] = trial[:, 3]
+        trial = np.clip(trial, _LOWEST, _HIGHEST)
+        new_residual, new_slope = residuals(trial, active)
+        new_cost = 0.5 * np.einsum("kp,kp->k", new_residual, new_residual)
         better = new_cost < cost[active]
         gain = cost[active] - new_cost
-        taken = active[better]
-        theta[taken], cost[taken] = tried[better], new_cost[better]
-        left[better], slope[better] = new_left[better], new_slope[better]
+        accepted = active[better]
+        theta[accepted], cost[accepted] = trial[better], new_cost[better]
+        residual[better], slope[better] = new_residual[better], new_slope[better]
+        # A step that helps lowers the damping; a step that does not is dropped and raises it.
         damping[active] = np.where(better, np.maximum(damping[active] * 0.2, LEAST_DAMPING), damping[active] * 8.0)
-        done = (better & (gain < 1e-12 * (cost[active] + 1e-18))) | (damping[active] > 1e8)
-        if done.all():
+        converged = (better & (gain < 1e-12 * (cost[active] + 1e-18))) | (damping[active] > 1e8)
+        if converged.all():
             break
-        if done.any():
-            active, left, slope = active[~done], left[~done], slope[~done]
+        if converged.any():
+            active, residual, slope = active[~converged], residual[~converged], slope[~converged]
     return theta, cost

@@ -1,10 +1,10 @@
 """Fits of the loss surface with their intervals: vpnls, huber3 and overtrain (α = β).
 
-Values of vpnls: the median of the posterior (median_surface.py); without draws, the least squares. Its intervals: draws
-of the posterior (surface_posterior.py). Of overtrain: wild bootstrap. The design stays as it is, every residual,
-divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are widened by Student's t for the few
-degrees of freedom; drawing rows of such small designs would lose whole curves. huber3 draws rows, as its authors and
-their replication do.
+Values of vpnls are the median of the posterior (median_surface.py), or the least squares without draws; its intervals
+are draws of the posterior (surface_posterior.py). Intervals of overtrain come from a wild bootstrap: the design stays
+as it is, every residual, divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are
+widened by Student's t for the few degrees of freedom; resampling the rows of such small designs would lose whole
+curves. huber3 resamples rows, as its authors and their replication do.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from phalanx.scale.surface_posterior import CONSTANT_ODDS, sample_posterior
 from phalanx.scale.surface_profile import Ends, profile_intervals
 
 NAMES = ("E", "A", "B", "alpha", "beta")
-SHARE = 0.8  # of outcomes that an interval holds
+SHARE = 0.8  # share of outcomes that an interval holds
 STARTS = 48
-FINISHING = 200  # more steps for the best surfaces; where the search converges it takes a few of them
-FINISHED = 2  # surfaces that go on so
-AGREE = 0.01  # exponents that differ by less are the same answer
-OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
-NEGLIGIBLE = 1e-3  # of the loss: a term that never reaches it is none
+# More steps for the best surfaces; where the search converges it needs only a few of them.
+FINISHING = 200
+FINISHED = 2  # surfaces that get the extra steps
+AGREE = 0.01  # exponents that differ by less count as the same
+# Ratio of the ends of an interval of a or 1 - a above which the runs leave the optimum open.
+OPEN_EXPONENT = 1.5
+NEGLIGIBLE = 1e-3  # share of the loss below which a term counts as absent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SurfaceFit:
-    """A surface, resampled surfaces, and how hard it was to find."""
+    """A fitted surface, its resamples, and diagnostics of the search."""
 
     law: Surface
     theta: Array
@@ -53,12 +55,13 @@ class SurfaceFit:
     residuals: Array  # of ln loss: measured over fitted
     starts: int
     agreeing: float
-    condition_number: float  # of the problem that is searched
-    raw_condition_number: float  # of E, A, B, α and β at once
+    condition_number: float  # of the problem that the optimizer solves
+    raw_condition_number: float  # of a fit of E, A, B, α and β at once
     profiles: dict[str, Ends]
-    noise: str  # "proportional" to the loss, or "constant": what the residuals speak for
-    is_degenerate: bool = False  # by least squares N or D does not matter
-    strays: tuple[int, ...] = ()  # rows that the others exclude: not fitted
+    # "proportional" to the loss, or "constant": which of them the residuals support.
+    noise: str
+    is_degenerate: bool = False  # True if N or D does not matter in the least squares
+    strays: tuple[int, ...] = ()  # rows that contradict the others: not fitted
 
 
 def fit_surface(
@@ -73,37 +76,38 @@ def fit_surface(
     starts: int = STARTS,
     profile: bool = True,
 ) -> SurfaceFit:
-    """The best surface of the points; `draws` resamples for its intervals.
+    """Fit the best surface to the points, with `draws` resamples for its intervals.
 
-    The squared residual of a row counts `weight` times.
+    The squared residual of a row is multiplied by its `weight`. Rows that the others contradict are removed (vpnls
+    only).
     """
     tied = method == "overtrain"
-    kept = np.arange(len(loss))
+    rows = np.arange(len(loss))
     strays: list[int] = []
     while True:
-        weighted = None if weight is None else weight[kept]
-        solved = _solve_noises(params[kept], tokens[kept], loss[kept], weighted, method=method, tied=tied)
+        weighted = None if weight is None else weight[rows]
+        solutions = _solve_noises(params[rows], tokens[rows], loss[rows], weighted, method=method, tied=tied)
         if method != "vpnls" or len(strays) >= int(MOST_SHARE * len(loss)):
             break
-        row = find_stray_row([(data, found[int(np.argmin(cost))]) for _, _, data, found, cost in solved])
+        row = find_stray_row([(data, thetas[int(np.argmin(cost))]) for _, _, data, thetas, cost in solutions])
         if row is None:
             break
-        strays.append(int(kept[row]))
-        kept = np.delete(kept, row)
-    _, relative, data, found, cost = max(solved, key=lambda one: _noise_evidence(one[2], one[0]))
+        strays.append(int(rows[row]))
+        rows = np.delete(rows, row)
+    _, relative, data, thetas, cost = max(solutions, key=lambda solution: _noise_evidence(solution[2], solution[0]))
     is_degenerate = False
     if method == "huber3":
-        tried, costs = fit_huber(data, np.vstack([found, grid_starts(data, starts, rng)]))
-        theta, objective = tried[int(np.argmin(costs))], float(costs.min())
-        agreeing = _share_agreeing(tried[len(found) :], theta)
+        candidates, costs = fit_huber(data, np.vstack([thetas, grid_starts(data, starts, rng)]))
+        theta, objective = candidates[int(np.argmin(costs))], float(costs.min())
+        agreeing = _share_agreeing(candidates[len(thetas) :], theta)
         resampled = _draw_rows(data, theta, draws, rng)
     else:
-        first = grid_starts(data, starts, rng) if starts else np.empty((0, 5))
-        squares, least, agreeing = least_squares(data, found[np.argsort(cost)[:FINISHED]], first, tied=tied)
+        random_starts = grid_starts(data, starts, rng) if starts else np.empty((0, 5))
+        squares, least, agreeing = least_squares(data, thetas[np.argsort(cost)[:FINISHED]], random_starts, tied=tied)
         theta, objective = squares, least
         posterior = None
         if draws and not tied:
-            noises = [with_strays(one[2], one[0], len(strays)) for one in solved]
+            noises = [with_strays(solution[2], solution[0], len(strays)) for solution in solutions]
             posterior = sample_posterior(noises, draws=draws, rng=rng)
         if posterior is None:
             resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
@@ -118,7 +122,7 @@ def fit_surface(
         law=law,
         theta=theta,
         objective=objective,
-        draws=tuple(data.to_surface(one) for one in resampled),
+        draws=tuple(data.to_surface(draw) for draw in resampled),
         residuals=np.log(loss / fitted),
         starts=starts,
         agreeing=agreeing,
@@ -138,68 +142,73 @@ def fit_surface(
 def _solve_noises(
     params: Array, tokens: Array, loss: Array, weight: Array | None, *, method: str, tied: bool
 ) -> list[tuple[float, bool, SurfaceData, Array, Array]]:
-    """Least squares under each kind of noise: the cost, whether it is relative, the data, surfaces and their costs."""
-    solved = []
+    """Return the least squares under each kind of noise.
+
+    Each entry is the cost, True if noise is relative, the data, the surfaces and their costs.
+    """
+    solutions = []
     for relative in {"vpnls": (True, False), "huber3": (True,), "overtrain": (False,)}[method]:
         data = SurfaceData.of(params, tokens, loss, relative=relative, weight=weight)
-        found, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
+        thetas, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
         if relative and method == "vpnls":
-            data = data.with_fitted_noise(found[int(np.argmin(cost))])
-            found, cost = polish_surface(data, found, tied=tied)
+            data = data.with_fitted_noise(thetas[int(np.argmin(cost))])
+            thetas, cost = polish_surface(data, thetas, tied=tied)
         data = replace(data, log_odds=0.0 if relative else math.log(CONSTANT_ODDS))
-        solved.append((float(cost.min()), relative, data, found, cost))
-    return solved
+        solutions.append((float(cost.min()), relative, data, thetas, cost))
+    return solutions
 
 
 def least_squares(data: SurfaceData, found: Array, starts: Array, *, tied: bool) -> tuple[Array, float, float]:
-    """The least of the surfaces found and of random starts, its cost, and the share of starts that agree with it.
+    """Return the best of the given surfaces and of random starts, its cost, and the share of starts that agree with it.
 
-    The grid's surfaces are where a bent valley let them after few steps: noise and strays need no more, but values,
-    profiles and the count of starts do.
+    The grid search stops after few steps, in curved valleys before the minimum: enough for comparing noise and
+    finding strays, but values, profiles and the share of starts need the extra steps.
     """
     near, near_cost = polish_surface(data, found, tied=tied, iterations=FINISHING)
-    tried, cost = polish_surface(data, starts, tied=tied, iterations=FINISHING) if len(starts) else (starts, near_cost)
-    if len(tried) and cost.min() < near_cost.min():
-        best = tried[np.argsort(cost)[:FINISHED]]
+    candidates, cost = (
+        polish_surface(data, starts, tied=tied, iterations=FINISHING) if len(starts) else (starts, near_cost)
+    )
+    if len(candidates) and cost.min() < near_cost.min():
+        best = candidates[np.argsort(cost)[:FINISHED]]
         near, near_cost = polish_surface(data, best, tied=tied, iterations=FINISHING)
     theta = near[int(np.argmin(near_cost))]
-    return theta, float(near_cost.min()), _share_agreeing(tried, theta)
+    return theta, float(near_cost.min()), _share_agreeing(candidates, theta)
 
 
 def _noise_evidence(data: SurfaceData, cost: float) -> float:
-    """ln of the likelihood of normal noise with this variance function, and of the odds before.
+    """Return ln of the likelihood of normal noise with this variance function, and of its prior odds.
 
-    The smaller sum of squares is the likelier, since both noises have the same geometric mean.
+    The smaller sum of squares is the more likely, since both noises have the same geometric mean.
     """
     free = max(len(data.loss) - 5, 1)
     return data.log_odds - 0.5 * free * math.log(max(cost, np.finfo(float).tiny))
 
 
 def is_open_exponent(a: FitEstimate) -> bool:
-    """Whether the interval of a, or of 1 - a, is so wide that an optimum far beyond the data means nothing."""
+    """Return True if the interval of a, or of 1 - a, is too wide for an optimum far beyond the data."""
     if a.low is None or a.high is None:
         return False
     return a.high > OPEN_EXPONENT * a.low or 1.0 - a.low > OPEN_EXPONENT * (1.0 - a.high)
 
 
 def _is_degenerate(data: SurfaceData, theta: Array) -> bool:
-    """Whether the least squares say that N or D does not matter, or an exponent stands at its bound.
+    """Return True if in the least squares N or D does not matter, or an exponent is at its bound.
 
-    So few or noisy points tell nothing of a size that is best for a budget; the posterior knows how little.
+    Points so few or noisy do not determine the best size of a budget; the posterior shows this uncertainty.
     """
-    level, term_n, term_d = (one[0] for one in surface_values(theta[None, :], data))
+    level, term_n, term_d = (term[0] for term in surface_values(theta[None, :], data))
     least = min(float((term / (level + term_n + term_d)).max()) for term in (term_n, term_d))
     bounds = np.log([LEAST_EXPONENT, MOST_EXPONENT])
     return least < NEGLIGIBLE or bool((np.abs(theta[3:, None] - bounds) < 1e-6).any())
 
 
 def _share_agreeing(tried: Array, theta: Array) -> float:
-    """Of starts, how many ended at these exponents."""
+    """Return the share of starts that ended at these exponents."""
     return float((np.abs(tried[:, 3:] - theta[3:]).max(axis=1) < AGREE).mean()) if len(tried) else 1.0
 
 
 def _draw_rows(data: SurfaceData, theta: Array, draws: int, rng: np.random.Generator) -> Array:
-    """Fits to as many rows, drawn with replacement."""
+    """Return fits to rows that are drawn with replacement."""
     if not draws:
         return np.empty((0, 5))
     count = len(data.loss)
@@ -208,24 +217,29 @@ def _draw_rows(data: SurfaceData, theta: Array, draws: int, rng: np.random.Gener
 
 
 def _flip_residuals(data: SurfaceData, theta: Array, draws: int, rng: np.random.Generator, *, tied: bool) -> Array:
-    """Wild bootstrap: fits to the fitted losses with residuals of random sign, deviations widened by Student's t."""
+    """Wild bootstrap: return fits to the fitted losses with residuals of random sign, widened by Student's t."""
     if not draws:
         return np.empty((0, 5))
     fitted, slopes = residual_slopes(data, theta, tied=tied)
     free = len(data.loss) - slopes.shape[1]
     basis, _ = np.linalg.qr(slopes)
+    # Leverage below 1, or the division below would blow up residuals of points that the fit passes through.
     leverage = np.minimum((basis**2).sum(axis=1), 1.0 - 1.0 / (4.0 * len(data.loss)))
     residual = (data.loss - fitted) / np.sqrt(1.0 - leverage)
     signs = rng.choice((-1.0, 1.0), size=(draws, len(residual)))
     losses = np.maximum(fitted + signs * residual, 1e-3)
     start = np.repeat(theta[None, :], draws, axis=0)
-    found, _ = polish_surface(data, start, losses=losses, tied=tied, iterations=40)
+    thetas, _ = polish_surface(data, start, losses=losses, tied=tied, iterations=40)
     wider = float(stats.t.ppf(0.5 + SHARE / 2, max(free, 1)) / stats.norm.ppf(0.5 + SHARE / 2))
-    return theta + wider * (found - theta)
+    return theta + wider * (thetas - theta)
 
 
 def condition_numbers(data: SurfaceData, theta: Array, *, tied: bool) -> tuple[float, float]:
-    """Of the normal equations in E, A, B, α, β on raw axes, and of those that variable projection leaves for α, β."""
+    """Return the condition numbers of the full problem and of the projected one.
+
+    The full problem is the normal equations in E, A, B, α, β on raw axes; the projected one is what variable
+    projection leaves for α and β.
+    """
     law = data.to_surface(theta)
     log_n, log_d = data.x + data.middle[0], data.y + data.middle[1]
     term_n, term_d = np.exp(-law.alpha * log_n), np.exp(-law.beta * log_d)
@@ -233,20 +247,20 @@ def condition_numbers(data: SurfaceData, theta: Array, *, tied: bool) -> tuple[f
     bent = np.stack([-law.A * log_n * term_n, -law.B * log_d * term_d], axis=1) / data.noise[:, None]
     if tied:
         bent = bent.sum(axis=1, keepdims=True)
-    every = np.linalg.svd(np.hstack([linear, bent]), compute_uv=False)
+    full = np.linalg.svd(np.hstack([linear, bent]), compute_uv=False)
     basis, _ = np.linalg.qr(linear / np.linalg.norm(linear, axis=0))
-    rest = np.linalg.svd(bent - basis @ (basis.T @ bent), compute_uv=False)
+    projected = np.linalg.svd(bent - basis @ (basis.T @ bent), compute_uv=False)
     tiny = np.finfo(float).tiny
-    return float((every[0] / max(every[-1], tiny)) ** 2), float((rest[0] / max(rest[-1], tiny)) ** 2)
+    return float((full[0] / max(full[-1], tiny)) ** 2), float((projected[0] / max(projected[-1], tiny)) ** 2)
 
 
 def estimate_interval(value: float, draws: Array, profile: Ends | None = None) -> FitEstimate:
-    """A number with the interval of its resamples."""
+    """Return a number with the interval of its resamples."""
     if not len(draws):
         return FitEstimate(value=value)
-    # Weibull's positions, p·(K + 1): between two of K draws lies just the share that is asked for, also of few draws.
+    # Weibull's positions, p·(K + 1): the range holds the exact share, also for few draws.
     low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2], method="weibull")
-    # Where the points leave a number nearly open the best fit may lie outside of most draws: it is not excluded.
+    # Where the points leave a number nearly open, the best fit may lie outside most draws; the interval includes it.
     return FitEstimate(
         value=value,
         low=min(float(low), value),

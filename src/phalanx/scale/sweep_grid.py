@@ -1,6 +1,6 @@
-"""The grid of a sweep: which small models are trained on how many tokens, with which learning rate and batch.
+"""The grid of a sweep: the small models to train, with their tokens, learning rates and batches.
 
-Counting: N is all parameters, embedding and head included; C = 6·N·D. Both stand in the table that `scale fit` reads.
+N counts all parameters, embedding and head included; C = 6·N·D. Both are columns of the table that `scale fit` reads.
 """
 
 from __future__ import annotations
@@ -22,40 +22,46 @@ from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
 from phalanx.units import format_count
 
 METHODS = ("isoflop", "wsd")
-BUDGETS = 5  # of a range LO..HI
-SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget, unless asked otherwise
-LEAST_STEPS = 20  # of a run: fewer say nothing
+BUDGETS = 5  # default number of budgets in a range LO..HI
+# By default sizes reach from a fourth to four times the presently known optimum of a budget.
+SPREAD = 4.0
+LEAST_STEPS = 20  # steps of a run: fewer give no useful loss
 MOST_RUNS = 10_000
-WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
+# Largest share of the tokens of a size's shortest run; the job's own warm-up where that is less.
+WARMUP = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRun:
-    """One point of the grid: a job, and where its first steps come from."""
+    """One point of the grid: a job, and for wsd the run that it continues."""
 
     name: str
-    job: Job  # complete but for data paths and cluster
+    job: Job  # complete except for data paths and cluster
     budget: float  # FLOPs of the curve it belongs to
     params: int
     tokens: int
-    decay_step: int = 0  # wsd: a checkpoint is kept here for the next run of this size; 0 is none
-    trunk: str = ""  # wsd: name of the run whose kept checkpoint this one goes on from
+    # wsd: a checkpoint of this step is kept for the next run of this size; 0: none.
+    decay_step: int = 0
+    trunk: str = ""  # wsd: name of the run whose checkpoint this run continues from
 
     @property
     def flops(self) -> float:
-        """6·N·D of what is really trained."""
+        """6·N·D of the tokens that are really trained."""
         return 6.0 * self.params * self.tokens
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """The number of optimizer steps."""
         return self.tokens // self.job.batch.global_tokens
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:
-    """FLOPs of the IsoFLOP curves: "1e15..1e17" (five, evenly spaced in the logarithm), "1e15..1e17:7", or a list.
+    """Parse the FLOPs of IsoFLOP curves: "1e15..1e17", "1e15..1e17:7", or a list such as "1e15,3e15".
 
-    >>> [f"{one:.2g}" for one in parse_budgets("1e15..1e17")]
+    A range has five budgets, or the number after the colon, evenly spaced in the logarithm. Raises UserError for
+    other texts, values out of range, and budgets that do not rise.
+
+    >>> [f"{budget:.2g}" for budget in parse_budgets("1e15..1e17")]
     ['1e+15', '3.2e+15', '1e+16', '3.2e+16', '1e+17']
     >>> parse_budgets("1e12,4e12")
     (1000000000000.0, 4000000000000.0)
@@ -64,16 +70,16 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     try:
         if ".." in text:
             ends, _, number = text.partition(":")
-            low, high = (float(one) for one in ends.split(".."))
+            low, high = (float(end) for end in ends.split(".."))
             count = int(number) if number else BUDGETS
             if not 2 <= count <= 100:
                 raise mistake(where, f"{count} budgets", fix="ask for 2 to 100")
-            budgets = [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+            budgets = [low * (high / low) ** (index / (count - 1)) for index in range(count)]
         else:
-            budgets = [float(one) for one in text.split(",")]
+            budgets = [float(number_text) for number_text in text.split(",")]
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         raise mistake(where, "is not a list of FLOPs", fix=fix) from error
-    if not all(math.isfinite(one) and 1e6 <= one <= 1e30 for one in budgets):
+    if not all(math.isfinite(budget) and 1e6 <= budget <= 1e30 for budget in budgets):
         raise mistake(where, "holds a budget that is not between 1e6 and 1e30 FLOPs", fix=fix)
     if any(after <= before for before, after in pairwise(budgets)):
         raise mistake(where, "budgets do not rise", why="each curve needs more compute than the one before", fix=fix)
@@ -81,7 +87,7 @@ def parse_budgets(text: str) -> tuple[float, ...]:
 
 
 def budget_list(budgets: object) -> str:
-    """Budgets as `parse_budgets` takes them, of what a caller from Python gave.
+    """Format budgets from a Python caller as text for `parse_budgets`.
 
     >>> budget_list([1e12, 4e12])
     '1000000000000.0,4000000000000.0'
@@ -92,11 +98,11 @@ def budget_list(budgets: object) -> str:
     if not isinstance(budgets, Iterable):
         raise mistake(where, f"{str(budgets)[:60]!r} is of type {type(budgets).__name__}, not a list", fix=fix)
     texts = []
-    for one in budgets:
+    for budget in budgets:
         try:
-            texts.append(repr(float(one)))
+            texts.append(repr(float(budget)))
         except (TypeError, ValueError, OverflowError) as error:
-            raise mistake(where, f"{str(one)[:60]!r} is not a number of FLOPs", fix=fix) from error
+            raise mistake(where, f"{str(budget)[:60]!r} is not a number of FLOPs", fix=fix) from error
     if not texts:
         raise mistake(where, "is empty", fix=fix)
     return ",".join(texts)
@@ -111,9 +117,9 @@ def sweep_runs(
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     spread: float = SPREAD,
 ) -> list[SweepRun]:
-    """The grid around the present optimum, N* = √(C / 6r) with r tokens per parameter; the smallest budget first.
+    """Return the grid around the presently known optimum, N* = √(C / 6r) with r tokens per parameter.
 
-    Sizes of a budget reach from N* / `spread` to N* · `spread`.
+    Sizes of a budget reach from N* / `spread` to N* · `spread`. The smallest budget comes first.
     """
     refuse_unscalable(job.model)
     if method not in METHODS:
@@ -135,9 +141,10 @@ def sweep_runs(
             why="runs share their first steps only where the learning rate does not depend on the end",
             fix='set optim.schedule = "wsd", or use --method isoflop',
         )
+    # C = 6·N·D and D = r·N give N* = √(C / 6r).
     optimum = [math.sqrt(budget / (6.0 * tokens_per_parameter)) for budget in budgets]
-    make = _wsd_runs if method == "wsd" else _isoflop_runs
-    return make(job, budgets, optimum, sizes, spread)
+    make_runs = _wsd_runs if method == "wsd" else _isoflop_runs
+    return make_runs(job, budgets, optimum, sizes, spread)
 
 
 def _isoflop_runs(
@@ -155,10 +162,13 @@ def _isoflop_runs(
 def _wsd_runs(
     job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int, spread: float
 ) -> list[SweepRun]:
-    """Of each size the runs of budgets whose optimum is near; each goes on where the one before began to decay."""
-    wanted = _spread_sizes(optimum[0] / math.sqrt(spread), optimum[-1] * math.sqrt(spread), sizes)
+    """Return the runs of each size for the budgets whose optimum is near.
+
+    Each run continues from the step where the decay of the previous one begins.
+    """
+    sizes_wanted = _spread_sizes(optimum[0] / math.sqrt(spread), optimum[-1] * math.sqrt(spread), sizes)
     runs = []
-    for shape in distinct_shapes(wanted, job.model):
+    for shape in distinct_shapes(sizes_wanted, job.model):
         params = count_parameters(shape).total
         near = [
             (number, budget)
@@ -169,18 +179,19 @@ def _wsd_runs(
         trunk = ""
         for (number, budget), count in zip(near, tokens, strict=True):
             sized = _sized_job(job, shape, tokens=count, longest=tokens[-1], shortest=tokens[0])
-            made = _made_run(f"c{number}-{_size_name(shape)}", sized, budget)
-            # The first step whose rate is below the peak: until there a longer run is the same run.
-            stable = made.tokens - sized.optim.decay * made.tokens  # as train.optim.learning_rate has it
+            run = _made_run(f"c{number}-{_size_name(shape)}", sized, budget)
+            # The first step whose rate is below the peak: before it, longer runs are identical.
+            # The same formula as train.optim.learning_rate.
+            stable = run.tokens - sized.optim.decay * run.tokens
             decay_step = math.floor(stable / sized.batch.global_tokens)
             is_last = number == near[-1][0]
-            runs.append(replace(made, trunk=trunk, decay_step=0 if is_last else decay_step))
-            trunk = made.name
+            runs.append(replace(run, trunk=trunk, decay_step=0 if is_last else decay_step))
+            trunk = run.name
     return runs
 
 
 def _spread_sizes(low: float, high: float, count: int) -> list[float]:
-    return [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+    return [low * (high / low) ** (index / (count - 1)) for index in range(count)]
 
 
 def _size_name(shape: ModelShape) -> str:
@@ -196,10 +207,13 @@ def _made_run(name: str, job: Job, budget: float) -> SweepRun:
 
 
 def _sized_job(job: Job, shape: ModelShape, *, tokens: float, longest: float, shortest: float) -> Job:
-    """The job with another model and so many tokens: whole steps, its batch and rate by the longest run of the size."""
+    """Return the job with another model and whole steps of about `tokens` tokens.
+
+    Batch and rate follow the longest run of the size.
+    """
     sequence = job.data.sequence
     lr, batch_tokens = learning_rate_and_batch(job, shape, longest)
-    # A batch of whole sequences, and enough steps even of the shortest run.
+    # A batch of whole sequences, with enough steps even for the shortest run.
     sequences = max(1, min(round(batch_tokens / sequence), int(shortest / sequence / LEAST_STEPS)))
     batch_tokens = sequences * sequence
     steps = round(tokens / batch_tokens)
@@ -221,12 +235,12 @@ def _sized_job(job: Job, shape: ModelShape, *, tokens: float, longest: float, sh
 
 
 def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple[float, float]:
-    """Peak learning rate and tokens per step of one run.
+    """Return the peak learning rate and tokens per step of one run.
 
-    By Step Law. Outside the sizes it was fitted to only its exponents are taken, through the job's own learning rate,
-    batch, size and tokens. muP and CompleteP carry the rate over to other widths and depths, not to longer training:
-    there the exponents of the tokens alone are taken. With one batch for all, short runs are short of steps, which
-    looks like a law that levels off (docs/decisions/0043-a-sweep-follows-tokens.md).
+    Within the sizes it was fitted to, Step Law gives both. Outside, only its exponents are used, scaled from the
+    job's own learning rate, batch, size and tokens. muP and CompleteP transfer the rate to other widths and depths,
+    but not to longer training, so only the exponents of the tokens are used. With one batch for all, short runs have
+    too few steps, which looks like a law that levels off (docs/decisions/0043-a-sweep-follows-tokens.md).
     """
     size = _without_embeddings(shape)
     is_carried = job.scale.parametrization != "standard"
@@ -242,14 +256,14 @@ def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple
 
 
 def own_tokens(job: Job) -> float:
-    """The tokens that the job's own learning rate and batch are for."""
+    """Return the tokens to which the job's own learning rate and batch apply."""
     if job.data.tokens != "auto":
         return float(job.data.tokens)
     return float(TOKENS_PER_PARAMETER * count_parameters(job.model).total)
 
 
 def rates_text(job: Job) -> str:
-    """Where learning rates and batches come from, for the page."""
+    """Describe the origin of learning rates and batches, for the page."""
     if job.scale.parametrization != "standard":
         return (
             f"learning rate {job.optim.lr:g} and {job.batch.global_tokens:,} tokens per step at "
@@ -263,14 +277,17 @@ def rates_text(job: Job) -> str:
 
 
 def _without_embeddings(shape: ModelShape) -> float:
-    found = count_parameters(shape)
-    return float(found.total - found.embedding - found.head)
+    counts = count_parameters(shape)
+    return float(counts.total - counts.embedding - counts.head)
 
 
 def decides_digest(run: SweepRun, *, data: str) -> str:
-    """SHA-256 of what decides a run's numbers; `data` stands for the tokens themselves. Where it ran does not count."""
+    """Return the SHA-256 of everything that decides a run's numbers, except the machine.
+
+    `data` identifies the tokens.
+    """
     job = run.job
-    kept = {
+    settings = {
         "model": json_values(replace(job.model, name="")),
         "data": [data, job.data.tokens, job.data.seed, job.data.sequence],
         "batch": [job.batch.global_tokens, json_values(job.batch.ramp)],
@@ -280,4 +297,4 @@ def decides_digest(run: SweepRun, *, data: str) -> str:
         "evaluate": job.train.evaluate_sequences,
         "version": 1,
     }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

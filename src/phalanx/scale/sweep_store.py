@@ -1,4 +1,4 @@
-"""The folder of a sweep: a result per run under the hash of what decides it, and the table that `scale fit` reads."""
+"""The folder of a sweep: results of runs under the digest of their settings, and the table for `scale fit`."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ DONE, DIVERGED = "done", "diverged"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOutcome:
-    """What is known of one run: `state` is done, diverged, failed, stopped or waiting."""
+    """The outcome of one run; `state` is done, diverged, failed, stopped or waiting."""
 
     run: SweepRun
     digest: str
     state: str = "waiting"
     loss: float | None = None
-    folder: str = ""  # of the run, below the sweep's
+    folder: str = ""  # of the run, below the sweep's folder
     seconds: float = 0.0
     message: str = ""
-    cached: bool = False  # found in the folder, not trained now
+    cached: bool = False  # True if it was read from the folder instead of trained
 
     @property
     def is_final(self) -> bool:
-        """Whether training it again would give nothing new."""
+        """True if training the run again would give nothing new."""
         return self.state in (DONE, DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepFolder:
-    """Everything of a sweep lies below `path`."""
+    """The files of a sweep, all below `path`."""
 
     path: Path
 
     @property
     def runs(self) -> Path:
-        """The run folders."""
+        """The folder of the run folders."""
         return self.path / "runs"
 
     @property
     def table(self) -> Path:
-        """What `phalanx scale fit` reads."""
+        """The path of the table that `phalanx scale fit` reads."""
         return self.path / TABLE
 
     def prepare(self) -> None:
-        """Make the folders; raises SystemFailure."""
+        """Create the folders; raises SystemFailure."""
         try:
             (self.path / "results").mkdir(parents=True, exist_ok=True)
             self.runs.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ class SweepFolder:
             raise write_failure(self.path, error, fix="name another folder with --out") from error
 
     def outcome(self, run: SweepRun, digest: str) -> SweepOutcome:
-        """What an earlier call left of a run; "waiting" where there is nothing that can be trusted."""
+        """Return the result of an earlier call for a run; "waiting" where none can be trusted."""
         empty = SweepOutcome(run=run, digest=digest)
         try:
             values = json.loads(read_bounded(self._result(digest), MOST_BYTES))
@@ -92,7 +92,7 @@ class SweepFolder:
         )
 
     def keep(self, outcome: SweepOutcome) -> None:
-        """Write an outcome, whole or not at all."""
+        """Write an outcome to its file atomically."""
         values = {
             "state": outcome.state,
             "loss": outcome.loss,
@@ -107,25 +107,25 @@ class SweepFolder:
         return self.path / "results" / f"{digest}.json"
 
     def write_table(self, outcomes: Sequence[SweepOutcome], *, identity: Mapping[str, Any]) -> None:
-        """The table of all runs of the grid; those that are not done have no loss and say so."""
+        """Write the table of all runs of the grid; unfinished runs have no loss, and their state as status."""
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for one in outcomes:
-            job = one.run.job
+        for outcome in outcomes:
+            job = outcome.run.job
             writer.writerow(
                 {
-                    "run": one.run.name,
-                    "params": one.run.params,
-                    "tokens": one.run.tokens,
-                    "flops": f"{one.run.flops:.6g}",
-                    "loss": "" if one.loss is None else f"{one.loss:.6f}",
+                    "run": outcome.run.name,
+                    "params": outcome.run.params,
+                    "tokens": outcome.run.tokens,
+                    "flops": f"{outcome.run.flops:.6g}",
+                    "loss": "" if outcome.loss is None else f"{outcome.loss:.6f}",
                     "seed": job.data.seed,
                     "lr": f"{job.optim.lr:.6g}",
                     "batch_tokens": job.batch.global_tokens,
                     "parametrization": parametrization_text(job.scale),
-                    "budget": f"{one.run.budget:.6g}",
-                    "status": one.state,
+                    "budget": f"{outcome.run.budget:.6g}",
+                    "status": outcome.state,
                     **identity,
                 }
             )

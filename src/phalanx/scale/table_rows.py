@@ -1,7 +1,7 @@
-"""Rows of a table, in the forms that people keep their runs in, before any column is looked for.
+"""Rows of a table file, before its columns are interpreted: CSV, JSON lines or a JSON array of objects.
 
-CSV with commas, semicolons or tabs, also with what spreadsheets add: a byte order mark, empty rows, decimal commas,
-thousands separators. JSON lines (an object per run), or a JSON array of objects.
+CSV may have commas, semicolons or tabs, and the additions of spreadsheets: a byte order mark, empty rows, decimal
+commas, thousands separators. JSON lines have an object per run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from phalanx.io.files import csv_columns, read_text
 from phalanx.scale.decimal_commas import THOUSANDS_COMMAS, has_decimal_commas, with_point
 from phalanx.units import parse_count, plural
 
-Row = tuple[int, dict[str, str]]  # its line, and its values by column
+Row = tuple[int, dict[str, str]]  # line number, and values by column
 
 MOST_ROWS = 1_000_000
 LARGEST_TABLE_BYTES = 256 * 2**20
-FindColumns = Callable[[Sequence[str]], Mapping[str, str]]  # of a header: "loss" and others -> columns of numbers
+# Header -> columns of numbers by name; "loss" names the column of losses.
+FindColumns = Callable[[Sequence[str]], Mapping[str, str]]
 
 
 def read_rows(path: Path, find_columns: FindColumns = lambda columns: {}) -> tuple[list[str], list[Row]]:
-    """Columns and rows; raises UserError for a file that is no table.
+    """Return columns and rows; raises UserError for a file that is not a table.
 
-    `find_columns` says which columns hold numbers, and which the loss: where commas may be decimal signs or not, these
-    decide.
+    `find_columns` returns the columns of numbers and that of the loss. They decide the meaning of commas where it is
+    ambiguous.
     """
     text = read_text(path, noun="table", most_bytes=LARGEST_TABLE_BYTES)
     if not text.strip():
@@ -44,7 +45,7 @@ def read_rows(path: Path, find_columns: FindColumns = lambda columns: {}) -> tup
 
 
 def read_number(text: str, *, is_count: bool) -> float:
-    """The number of a cell; a count may be 125M, 1.5B or 125,000,000. Raises ValueError.
+    """Return the number of a cell; a count may be 125M, 1.5B or 125,000,000. Raises ValueError.
 
     >>> read_number("1.5B", is_count=True), read_number("1,500", is_count=True)
     (1500000000.0, 1500.0)
@@ -63,13 +64,17 @@ def read_number(text: str, *, is_count: bool) -> float:
 
 
 def _csv_rows(path: Path, text: str, find_columns: FindColumns) -> tuple[list[str], list[Row]]:
+    """Read columns and rows of a CSV table with commas, semicolons or tabs.
+
+    Empty lines and lines with # before the header are skipped. Raises UserError for a file that is not such a table.
+    """
     skipped, header = 0, ""
     for line in io.StringIO(text, newline=""):
         header = line.strip()
         if header and not header.startswith("#"):
             break
         skipped += 1
-    # What stands most often in the header: a comma may also be the decimal sign of a spreadsheet's rows.
+    # The most frequent separator of the header: in rows, a comma may also be a spreadsheet's decimal sign.
     delimiter = max((",", ";", "\t"), key=header.count)
     source = io.StringIO(text, newline="")
     for _ in range(skipped):
@@ -88,54 +93,60 @@ def _csv_rows(path: Path, text: str, find_columns: FindColumns) -> tuple[list[st
                     fix="write decimals with a point (2.5, not 2,5), and quote texts that hold a comma",
                 )
             values = {key: (value or "").strip() for key, value in row.items() if key}
-            if any(values.values()):  # a spreadsheet ends a table with rows of empty cells
+            # A spreadsheet may end a table with rows of empty cells.
+            if any(values.values()):
                 rows.append((line_number, values))
             if len(rows) > MOST_ROWS:
                 break
     except csv.Error as error:
         fix = "save it as UTF-8 CSV"
         raise mistake(f"{path}:{skipped + reader.line_num}", f"is not CSV: {error}", fix=fix) from error
-    if twice := sorted({name for name in columns if name and columns.count(name) > 1}):
-        raise mistake(f"{path}:1", f'has two columns called "{twice[0]}"', fix="rename or remove one of them")
+    if repeated_names := sorted({name for name in columns if name and columns.count(name) > 1}):
+        raise mistake(f"{path}:1", f'has two columns called "{repeated_names[0]}"', fix="rename or remove one of them")
     if delimiter != "," and _has_decimal_commas(path, rows, find_columns(columns), delimiter):
         rows = [(line, {key: with_point(value) for key, value in row.items()}) for line, row in rows]
     return columns, rows
 
 
 def _has_decimal_commas(path: Path, rows: list[Row], known: Mapping[str, str], delimiter: str) -> bool:
-    """Raises UserError where a table with semicolons can be read in two ways; with tabs 557,132 is a count then."""
+    """Return True if commas are decimal signs; raises UserError where a table with semicolons has two readings.
+
+    With tabs, an ambiguous 557,132 is read as a count.
+    """
     numbers = [row.get(name, "") for _, row in rows for name in known.values()]
     losses = [row.get(known.get("loss", ""), "") for _, row in rows]
-    found = has_decimal_commas(numbers, losses, unsure=None if delimiter == ";" else False)
-    if found is None:
-        cell = next(one for one in numbers if "," in one)
-        what = f'has numbers such as "{cell[:40]}", where the comma may be the decimal sign or stand between thousands'
-        raise mistake(str(path), what, fix="write counts without separators, and losses with a point")
-    return found
+    answer = has_decimal_commas(numbers, losses, unsure=None if delimiter == ";" else False)
+    if answer is None:
+        cell = next(number for number in numbers if "," in number)
+        problem = (
+            f'has numbers such as "{cell[:40]}", where the comma may be the decimal sign or stand between thousands'
+        )
+        raise mistake(str(path), problem, fix="write counts without separators, and losses with a point")
+    return answer
 
 
 def _json_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
-    """Objects of one array, or one per line."""
+    """Return the objects of one array, or one per line."""
     fix = 'write an object per line, such as {"params": 1.2e8, "tokens": 2.4e9, "loss": 3.1}'
-    found: list[tuple[int, Any]] = []
+    entries: list[tuple[int, Any]] = []
     try:
         if text.lstrip().startswith("["):
-            found = list(enumerate(json.loads(text), start=1))
+            entries = list(enumerate(json.loads(text), start=1))
         else:
             for number, line in enumerate(text.splitlines(), start=1):
                 if line.strip():
-                    found.append((number, json.loads(line)))
+                    entries.append((number, json.loads(line)))
     except (ValueError, RecursionError) as error:
-        where = f"{path}:{len(found) + 1}"
-        raise mistake(where, f"is not a table of JSON objects: {error}", fix=fix) from error
-    if not found:
+        place = f"{path}:{len(entries) + 1}"
+        raise mistake(place, f"is not a table of JSON objects: {error}", fix=fix) from error
+    if not entries:
         raise mistake(str(path), "is a JSON array without objects", fix=fix)
     rows: list[Row] = []
     columns: dict[str, None] = {}
-    for number, one in found:
-        if not isinstance(one, dict):
+    for number, entry in entries:
+        if not isinstance(entry, dict):
             raise mistake(f"{path}:{number}", "is no JSON object", fix=fix)
-        flat = {str(key).strip(): value for key, value in one.items() if not isinstance(value, dict | list)}
+        flat = {str(key).strip(): value for key, value in entry.items() if not isinstance(value, dict | list)}
         rows.append((number, {key: "" if value is None else str(value).strip() for key, value in flat.items()}))
         columns.update(dict.fromkeys(flat))
     return list(columns), rows

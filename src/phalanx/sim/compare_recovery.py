@@ -1,7 +1,8 @@
-"""The same traffic and failure on a conventional fabric and with recovery at the edge, by either engine.
+"""Compare recovery from a failure on a conventional fabric and at the edge, with the same traffic, in either engine.
 
-Conventional is RoCE: one hashed path per plane, go-back-N, and switches that route around a dead part once routing has
-converged; without or with PFC. Edge is MRC: packets over many paths, and a sender that leaves a dead path by itself.
+Conventional is RoCE: one hashed path per plane, go-back-N, and switches that route around a dead part once routing
+has converged; without or with PFC. Edge is MRC: packets over many paths, and a sender that leaves a dead path by
+itself.
 """
 
 from __future__ import annotations
@@ -48,46 +49,50 @@ from phalanx.sim.simulate import (
 from phalanx.sim.traffic_matrix import Flows
 from phalanx.units import format_seconds
 
-# What a sender keeps and tries again, as in the packet engine.
+# Paths that a sender keeps, and the time after which it tries lost ones again, as in the packet engine.
 SENDER: dict[str, Any] = {"least_paths": EDGE.least_paths, "probe_s": EDGE.probe_s}
-# A queue pair of RoCE sends all again from a lost packet on, and waits for its timer where that is lost again.
+# After a lost packet a RoCE queue pair sends all following ones again, and waits for its timer if that is lost again.
 WAITS: dict[str, Any] = {"go_back": True, "timeout_s": ROCE.timeout_s}
-# Over the estimate of settled rates: 0.7 to 1.1 with 8,192 hosts; a T1 that stops under 131,072 took 0.6 of it.
+# Factor over the estimate of settled rates: 0.7 to 1.1 was measured with 8,192 hosts; a T1 that stops under 131,072
+# took 0.6 of it.
 MARGIN = 1.2
 PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RecoveryRun:
-    """One way of sending, in either engine."""
+    """The result of one way of sending, from either engine."""
 
     name: str
     paths: int
     recovery: str
-    left_after_s: float  # from a failure until paths over it are left, as the model has it; infinite is never
-    timeout_s: float  # after which a sender that lost all tries again; 0 where it needs no timer
-    times_s: Floats  # of each flow; infinite where it was never done
+    # Time from a failure until senders leave paths over it, in the model; infinite: never.
+    left_after_s: float
+    # Time after which a sender that lost everything tries again; 0: it needs no timer.
+    timeout_s: float
+    times_s: Floats  # of each flow; infinite where it did not finish
     course: Course
     lost: float  # packets
-    touched: int  # connections that lost one
+    touched: int  # connections that lost a packet
     stopped: str = ""
-    more: dict[str, object]  # what only one engine knows
+    more: dict[str, object]  # values that only one engine has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryQuestion:
-    """What is compared."""
+    """The fabric, traffic and failure of a comparison."""
 
     fabric: Fabric
     flows: Flows
     traffic: str = "permutation"
     broken: FabricBreak = UNBROKEN
-    paths: int = 0  # of the edge; 0 is 256, or fewer where that is too much for the fluid engine
+    # Paths at the edge; 0: 256, or fewer where that is too much for the fluid engine.
+    paths: int = 0
     converge_s: float = CONVERGE_S
-    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
+    watched: int | None = None  # a flow whose own rate is reported: the victim of an incast
     seed: int = 0
     budget: PacketBudget = BUDGET
-    # Packets: simulate all planes also where they are alike, because this is held against a run that does.
+    # Packets: simulate all planes even where they are alike, because the run is compared with one that does.
     each_plane: bool = False
 
 
@@ -96,32 +101,33 @@ def compare_recoveries(
     runs: Callable[[RecoveryQuestion], Iterator[RecoveryRun]],
     kept: list[RecoveryRun] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Each way of sending with and without the failure, one after the other, as plain values.
+    """Yield the values of each way of sending, with the failure compared with the same run without it.
 
-    `kept` takes the runs without failure, and spares them where it has them already.
+    `kept` collects the runs without failure; those it already has are not simulated again.
     """
     faults_of(question.broken)
-    known = kept if kept is not None else []
-    whole = iter(tuple(known)) if known else runs(whole_of(question))
-    hit = runs(question) if question.broken.failed else None
-    for healthy in whole:
+    finished_runs = kept if kept is not None else []
+    healthy_runs = iter(tuple(finished_runs)) if finished_runs else runs(whole_of(question))
+    failed_runs = runs(question) if question.broken.failed else None
+    for healthy in healthy_runs:
         if healthy.stopped == "interrupted":
-            raise KeyboardInterrupt  # those before it are finished
-        found = next(hit) if hit is not None else healthy
-        yield recovery_values(question, found, healthy)
-        if found.stopped:
+            # The runs before it are finished.
+            raise KeyboardInterrupt
+        run = next(failed_runs) if failed_runs is not None else healthy
+        yield recovery_values(question, run, healthy)
+        if run.stopped:
             return
-        if healthy not in known:
-            known.append(healthy)
+        if healthy not in finished_runs:
+            finished_runs.append(healthy)
 
 
 def whole_of(question: RecoveryQuestion) -> RecoveryQuestion:
-    """The same without the failure, simulated in the same way."""
+    """Return the question without the failure, simulated in the same way."""
     return replace(question, broken=question.broken.healthy, each_plane=bool(question.broken.failed))
 
 
 def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
-    """PFC off, PFC on, and the edge, by fair rates in stages of time."""
+    """Yield RoCE without PFC, RoCE with PFC, and MRC, by the fluid engine: fair rates in stages of time."""
     links = links_of(question.fabric)
     manners = fluid_manners(question)
     for manner in manners:
@@ -131,38 +137,38 @@ def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
 
 
 def fluid_cpu_s(question: RecoveryQuestion) -> float:
-    """Expected of all runs, with and without the failure."""
+    """Return the expected CPU seconds of all runs, with and without the failure."""
     links, flows = links_of(question.fabric), len(question.flows)
     once = MARGIN * sum(fluid_cost(links, flows, manner.routing)[0] for manner in fluid_manners(question))
     return 2 * once if question.broken.failed else once
 
 
 def fluid_run(question: RecoveryQuestion, manner: Manner, wire: Wire) -> RecoveryRun:
-    """One way of sending by the fluid engine."""
+    """Simulate one way of sending with the fluid engine."""
     faults, denied = faults_of(question.broken), denied_of(question.broken)
-    found = run_episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
-    over_s = float(found.end_s[-1]) if len(found.end_s) else 0.0
+    episode = run_episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
+    over_s = float(episode.end_s[-1]) if len(episode.end_s) else 0.0
     return RecoveryRun(
         name=manner.name,
         paths=manner.routing.paths,
         recovery=manner.routing.recovery,
         left_after_s=manner.react_s,
         timeout_s=manner.timeout_s,
-        times_s=found.times_s,
-        course=Course(end_s=found.end_s, bits=found.bits),
-        lost=found.lost_packets,
-        touched=found.touched,
-        stopped=found.stopped,
+        times_s=episode.times_s,
+        course=Course(end_s=episode.end_s, bits=episode.bits),
+        lost=episode.lost_packets,
+        touched=episode.touched,
+        stopped=episode.stopped,
         more={
             "engine": "fluid",
             "spread": manner.routing.spread,
-            "failed_too_late": too_late(question.broken, faults, over_s) if np.isfinite(found.times_s).all() else [],
+            "failed_too_late": too_late(question.broken, faults, over_s) if np.isfinite(episode.times_s).all() else [],
         },
     )
 
 
 def fluid_manners(question: RecoveryQuestion) -> tuple[Manner, Manner, Manner]:
-    """RoCE without and with PFC, and MRC."""
+    """Return the ways of sending: RoCE without and with PFC, and MRC."""
     planes, seed = question.fabric.planes, question.seed
     hashed = Routing(spread="qp", paths=planes, planes="equal", recovery="conventional", seed=seed)
     roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, **WAITS)
@@ -175,18 +181,21 @@ def fluid_manners(question: RecoveryQuestion) -> tuple[Manner, Manner, Manner]:
 def one_fluid_run(
     question: RecoveryQuestion, *, spread: str, recovery: str, converges: bool, pauses: bool, wire: Wire
 ) -> dict[str, Any]:
-    """One way of sending in time, by its words, beside the same without the failure."""
+    """Simulate one way of sending, given by the options of the command line, with and without the failure.
+
+    Raises UserError for combinations that cannot be simulated.
+    """
     if spread == "all":
-        what = "cables that act as one cannot fail one by one in time"
-        raise mistake("--routing all", what, fix="use --routing adaptive")
+        problem = "cables that act as one cannot fail one by one in time"
+        raise mistake("--routing all", problem, fix="use --routing adaptive")
     flows, fabric = question.flows, question.fabric
     paths = question.paths or usual_paths(fabric, spread, len(flows))
     routing = routing_of(fabric, spread, paths, recovery, question.seed)
     if converges and routing.recovery != "conventional":
         raise mistake("--converge", f"recovery {routing.recovery} waits for no routing", fix="--recovery conventional")
     if pauses and spread not in ("flow", "qp"):
-        what = "pauses stop a whole queue, which spraying over many paths does not survive"
-        raise mistake("--pfc", what, fix="use --routing qp, or flow")
+        problem = "pauses stop a whole queue, which spraying over many paths does not survive"
+        raise mistake("--pfc", problem, fix="use --routing qp, or flow")
     if question.broken.denied:
         check_deny(routing.recovery)
     react_s = {"none": math.inf, "conventional": question.converge_s, "edge": EDGE_RECOVERY_S}[routing.recovery]
@@ -198,15 +207,15 @@ def one_fluid_run(
 
 
 def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -> dict[str, Any]:
-    """A run beside the same without the failure."""
+    """Return the values of a run, compared with the same run without the failure."""
     late = run.more.get("failed_too_late") or ()
     words = zip(question.broken.failed, faults_of(question.broken), strict=True)
     faults = [fault for word, fault in words if word not in cast(Sequence[str], late)]
     at_s = min((fault.at_s for fault in faults), default=math.inf)
     back_s = at_s + _recovered_s(run, faults) if faults else math.inf
-    done = run.times_s[np.isfinite(run.times_s)]
-    # How much later the flow is that suffers most; infinite where one is never done.
-    both = np.isfinite(healthy.times_s)
+    finished_s = run.times_s[np.isfinite(run.times_s)]
+    # The largest delay of any flow; infinite where a flow does not finish.
+    finishes_healthy = np.isfinite(healthy.times_s)
     return {
         **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
         "transport": run.name,
@@ -219,17 +228,19 @@ def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: Recov
         "left": question.broken.left,
         "loss": question.broken.loss,
         "before_gbps": run.course.gbps(0.0, at_s),
-        # As long as there is something to send without the failure: waiting for the last would hide what it does.
+        # Only while there is something to send without the failure: the wait for the last flow would hide the effect.
         "during_gbps": run.course.gbps(at_s, min(back_s, float(healthy.times_s.max()))) if faults else None,
         "after_gbps": run.course.gbps(back_s, math.inf) if faults else None,
-        "mean_s": float(done.mean()) if len(done) else math.inf,
-        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "mean_s": float(finished_s.mean()) if len(finished_s) else math.inf,
+        "p99_s": float(np.percentile(finished_s, 99)) if len(finished_s) else math.inf,
         "tail_s": float(run.times_s.max()),
         "healthy_tail_s": float(healthy.times_s.max()),
         "healthy_lost": round(healthy.lost),
         "healthy_touched_flows": healthy.touched,
-        "later_s": float(np.max(run.times_s[both] - healthy.times_s[both])) if both.any() else math.nan,
-        "finished_flows": len(done),
+        "later_s": float(np.max(run.times_s[finishes_healthy] - healthy.times_s[finishes_healthy]))
+        if finishes_healthy.any()
+        else math.nan,
+        "finished_flows": len(finished_s),
         "lost": round(run.lost),
         "touched_flows": run.touched,
         **_watched_rates(question, run),
@@ -241,7 +252,7 @@ def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: Recov
 
 
 def _watched_rates(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:
-    """The mean rate of the flow that is watched, and as a share of what it would get alone."""
+    """Return the mean rate of the watched flow, and its share of the rate the flow would have alone."""
     if question.watched is None:
         return {}
     source, target = (int(side[question.watched]) for side in (question.flows.source, question.flows.target))
@@ -254,25 +265,30 @@ def _watched_rates(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, fl
 
 
 def _recovered_s(run: RecoveryRun, faults: Sequence[FabricFault]) -> float:
-    """Until paths over what failed are left, or it is back, and a sender tries; infinite where that never happens."""
-    # Routing does not go around a port that is up, and nobody around all of them.
+    """Return the seconds until senders have left the failed paths, or the part is back, and a sender tries again.
+
+    Infinite where that never happens.
+    """
+    # Routing does not avoid a port that is up, and no sender can avoid all paths.
     stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]
     lasts = [fault.until_s - fault.at_s for fault in faults]
-    works = [one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True)]
-    return max(float(timer_s(0.0, one, run.timeout_s)) for one in works)
+    works = [last_s if stay else min(run.left_after_s, last_s) for last_s, stay in zip(lasts, stays, strict=True)]
+    return max(float(timer_s(0.0, work_s, run.timeout_s)) for work_s in works)
 
 
 def effects_left_out(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """What a reader must know beside the numbers of runs: what they leave out that other commands count."""
+    """Return remarks on effects that these runs leave out and other commands count."""
     faults = [fault for fault in faults_of(broken) if fault.loss == fault.left == 0]
-    converge_s = min((one["converge_s"] for one in found if one.get("converge_s") is not None), default=math.inf)
+    converge_s = min(
+        (values["converge_s"] for values in found if values.get("converge_s") is not None), default=math.inf
+    )
     lines = []
     if converge_s < CONVERGE_S and any(fault.until_s - fault.at_s > converge_s for fault in faults):
         lines.append(
             f"routing knows after {format_seconds(converge_s)} here; a conventional fabric takes seconds or tens of "
             f"seconds ({format_seconds(CONVERGE_S)} in other commands), and what waits for it waits so much longer"
         )
-    if any(fault.part in ("nic", "t0") for fault in faults) and any(one["recovery"] == "edge" for one in found):
+    if any(fault.part in ("nic", "t0") for fault in faults) and any(values["recovery"] == "edge" for values in found):
         lines.append(
             "edge: packets leave a dead port at once; moving all queue pairs of a NIC off it takes a few seconds "
             f"({format_seconds(REMAP_S)} in `phalanx sim`) and is not simulated here"
@@ -281,7 +297,7 @@ def effects_left_out(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tu
 
 
 def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
-    """Seconds of convergence; raises UserError for what is no time."""
+    """Return the seconds until routing converges; raises UserError for values out of range."""
     if converge_s is None:
         return usual_s
     if not 0 < converge_s <= MOST_CONVERGE_S:
@@ -289,14 +305,14 @@ def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
     return converge_s
 
 
-# The comparison of `compare.py`, packet by packet.
+# The comparison, packet by packet.
 
 
 def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
-    """Conventional transports and the edge."""
+    """Yield the runs of conventional transports and the edge, by the packet engine."""
     faults = faults_of(question.broken)
     for transport in compared_transports(question.fabric, paths=question.paths, converge_s=question.converge_s):
-        found = run_packets(
+        result = run_packets(
             question.fabric,
             question.flows,
             transport,
@@ -306,20 +322,20 @@ def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
             budget=question.budget,
             each_plane=question.each_plane,
         )
-        late = too_late(question.broken, faults, found.simulated_s)
-        yield _recovery_run(question.fabric, transport, found, late)
+        late = too_late(question.broken, faults, result.simulated_s)
+        yield _recovery_run(question.fabric, transport, result, late)
 
 
 def packet_cpu_s(question: RecoveryQuestion) -> float:
-    """Expected of all runs, with and without the failure."""
+    """Return the expected CPU seconds of all runs, with and without the failure."""
     faults = faults_of(question.broken)
     transports = compared_transports(question.fabric, paths=question.paths, converge_s=question.converge_s)
     passes = ((), faults) if faults else ((),)
     alike = not (faults or question.broken.denied or question.each_plane)
     return sum(
-        expected_cpu_s(question.fabric, question.flows, transport, one, alike=alike)
+        expected_cpu_s(question.fabric, question.flows, transport, faults_of_pass, alike=alike)
         for transport in transports
-        for one in passes
+        for faults_of_pass in passes
     )
 
 
@@ -347,7 +363,7 @@ def _recovery_run(fabric: Fabric, transport: AnyTransport, found: PacketResult, 
 
 
 def _left_after_s(fabric: Fabric, transport: AnyTransport) -> float:
-    """The clock of an MRC sender, or routing's."""
+    """Return the seconds until a failed path is left: the timeout of an MRC sender, or routing's convergence."""
     if not isinstance(transport, Roce):
         slots = in_slots(fabric, transport, planes=fabric.planes)
         return slots.timeout * slots.slot_s

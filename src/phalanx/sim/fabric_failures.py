@@ -1,4 +1,4 @@
-"""What fails, in the words of `phalanx fabric simulate --fail`, for both engines."""
+"""Failures of fabric parts, from the words of `phalanx fabric simulate --fail`, for both engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.sim.fabric_links import NOTHING, BrokenParts, Ints, Links
 from phalanx.sim.packets.link_faults import FabricFault, Part, link_changes
 from phalanx.sim.traffic_matrix import SENDERS
 
-# Each word, how many numbers follow it, and what it is to the packet engine.
+# Each word, the count of numbers after it, and the packet engine's name of the part.
 PARTS: dict[str, tuple[int, Part]] = {
     "nic": (2, "nic"),
     "link": (3, "link"),
@@ -36,21 +36,21 @@ _TIME = re.compile(r"^(\d{1,9}(?:\.\d{1,9})?)(s|ms|us|µs)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FabricBreak:
-    """What fails, and how: `failed` are words such as t1:0/3, t1:0/3@50us or t1:0/3@50us..2ms."""
+    """The failures of a simulation: `failed` are words such as t1:0/3, t1:0/3@50us or t1:0/3@50us..2ms."""
 
     failed: tuple[str, ...] = ()
-    left: float = 0.0
+    left: float = 0.0  # share of the capacity that failed parts keep
     loss: float = 0.0  # above 0 the parts keep their speed and lose this share of packets
-    denied: tuple[str, ...] = ()  # parts that senders at the edge were told to leave alone, from the start
+    denied: tuple[str, ...] = ()  # parts that senders at the edge avoid from the start
 
     @property
     def healthy(self) -> FabricBreak:
-        """The same without the failure."""
+        """The same traffic conditions without the failure."""
         return FabricBreak(denied=self.denied)
 
     @property
     def timed(self) -> bool:
-        """Whether time matters: something happens after the start, or packets are lost."""
+        """True if time matters: a failure occurs after the start, or packets are lost."""
         return self.loss > 0 or any("@" in text for text in self.failed)
 
 
@@ -58,7 +58,7 @@ UNBROKEN = FabricBreak()
 
 
 def faults_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
-    """Faults from words."""
+    """Parse the faults; raises UserError."""
     if not 0 <= broken.left < 1:
         raise mistake("--left", f"{broken.left:g} of the capacity is left", fix="use 0 (dead) to below 1")
     if not 0 <= broken.loss <= 1:
@@ -66,13 +66,13 @@ def faults_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
     if broken.loss and broken.left:
         raise mistake("--loss", "a part is either slow or loses packets", fix="leave --left or --loss out")
     if (broken.loss or broken.left) and not broken.failed:
-        option, what = ("--loss", "loses packets") if broken.loss else ("--left", "is slow")
-        raise mistake(option, f"nothing is named that {what}", fix="add --fail link:0/0/0")
+        option, symptom = ("--loss", "loses packets") if broken.loss else ("--left", "is slow")
+        raise mistake(option, f"nothing is named that {symptom}", fix="add --fail link:0/0/0")
     return tuple(_parse_fault(text, broken) for text in broken.failed)
 
 
 def denied_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
-    """The parts of a denylist from words, as if dead."""
+    """Parse the parts of a denylist, as dead parts; raises UserError."""
     for text in broken.denied:
         if "@" in text:
             raise mistake("--deny", f'"{text[:60]}" has a time', fix="a denylist holds from the start: leave it out")
@@ -82,27 +82,28 @@ def denied_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
 
 
 def broken_of(links: Links, broken: FabricBreak) -> BrokenParts:
-    """Failures without times as what is left of each link, and what nobody uses as if it were dead."""
+    """Return the remaining capacity of each link for failures without times; denied parts count as dead."""
     faults = (*faults_of(broken), *denied_of(broken))
     if not faults:
         return NOTHING
-    left = np.ones(links.count)
+    shares = np.ones(links.count)
     for fault in faults:
-        left[fault_links(links, fault)] = fault.left
-    return BrokenParts(links=left)
+        shares[fault_links(links, fault)] = fault.left
+    return BrokenParts(links=shares)
 
 
 def fault_links(links: Links, fault: FabricFault) -> Ints:
-    """The directed links that a fault takes."""
+    """Return the directed links that a fault affects."""
     return link_changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
 
 
 def too_late(broken: FabricBreak, faults: Sequence[FabricFault], simulated_s: float) -> list[str]:
-    """Failures that came after the last packet."""
+    """Return the failures that came after the last packet."""
     return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
 def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> FabricFault:
+    """Parse one word such as t1:0/3@50us..2ms; raises UserError."""
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _parse_part(word, text, option)
     part = PARTS[kind][1]
@@ -124,11 +125,18 @@ def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fabr
 
 def _parse_part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]]:
     match = _PART.match(word)
-    numbers = tuple(int(one) for one in match["numbers"].split("/")) if match and match["numbers"] else ()
+    numbers = tuple(int(digits) for digits in match["numbers"].split("/")) if match and match["numbers"] else ()
     if match is None or match["kind"] not in PARTS or PARTS[match["kind"]][0] != len(numbers):
         kind = word.partition(":")[0]
         close = kind if kind in PARTS else nearest(kind, PARTS)
-        form = next((one for one in FORMS.replace(" or ", ", ").split(", ") if one.split(":")[0] == close), FORMS)
+        form = next(
+            (
+                option_form
+                for option_form in FORMS.replace(" or ", ", ").split(", ")
+                if option_form.split(":")[0] == close
+            ),
+            FORMS,
+        )
         raise mistake(option, f'"{text[:60]}" names no part of a fabric', fix=f"write {form}")
     return match["kind"], numbers
 
@@ -149,26 +157,27 @@ def _parse_seconds(text: str, whole: str) -> float:
     return float(match[1]) / PER_SECOND[match[2]]
 
 
-# Named failures, each on traffic that lasts a little longer than it takes to notice them.
+# Named failures, each on traffic that lasts a little longer than the time to notice them.
 
 
-LASTS_S = 200e-6  # of a host's traffic at line rate, so that a failure after 50 µs meets it
+# Duration of a host's traffic at line rate, so that a failure after 50 µs hits it.
+LASTS_S = 200e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A failure by name."""
+    """A named failure."""
 
     name: str
     what: str
     broken: FabricBreak = UNBROKEN
-    tiers: int = 1  # that a fabric must have
+    tiers: int = 1  # fewest tiers of a fabric for it
     incast: bool = False
 
 
 SCENARIOS = {
-    one.name: one
-    for one in (
+    scenario.name: scenario
+    for scenario in (
         Scenario(
             name="link-flap",
             what="a T0-T1 link is down for a millisecond",
@@ -200,21 +209,25 @@ ALL = "all"
 
 
 def chosen_scenarios(name: str, fabric: Fabric) -> tuple[Scenario, ...]:
-    """The scenario of a name, or all that a fabric can have; raises UserError."""
+    """Return the scenario of a name, or all that fit a fabric; raises UserError."""
     if name == ALL:
         crowded = fabric.hosts >= SENDERS + 3
-        return tuple(one for one in SCENARIOS.values() if one.tiers <= fabric.tiers and (crowded or not one.incast))
+        return tuple(
+            scenario
+            for scenario in SCENARIOS.values()
+            if scenario.tiers <= fabric.tiers and (crowded or not scenario.incast)
+        )
     if name not in SCENARIOS:
         guess = nearest(name, [*SCENARIOS, ALL])
         fix = f"use {guess}" if guess else f"use {', '.join(SCENARIOS)} or {ALL}"
         raise mistake("--scenario", f'there is no "{name[:40]}"', fix=fix)
-    one = SCENARIOS[name]
-    if one.tiers > fabric.tiers:
-        what = f"{fabric.name} has one tier: it has neither T0-T1 links nor T1 switches"
-        raise mistake("--scenario", what, fix="use nic-port, t0-loss or transceiver, or a fabric of two tiers")
-    return (one,)
+    scenario = SCENARIOS[name]
+    if scenario.tiers > fabric.tiers:
+        problem = f"{fabric.name} has one tier: it has neither T0-T1 links nor T1 switches"
+        raise mistake("--scenario", problem, fix="use nic-port, t0-loss or transceiver, or a fabric of two tiers")
+    return (scenario,)
 
 
 def usual_bytes(fabric: Fabric) -> float:
-    """What a host sends in the time that scenarios last."""
+    """Return the bytes a host sends at line rate during a scenario."""
     return float(round(fabric.nic_gbps * 1e9 / 8 * LASTS_S))

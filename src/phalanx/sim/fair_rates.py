@@ -1,4 +1,4 @@
-"""Max-min fair rates of flows that share links, compiled where numba is installed; and what PFC pauses do to them."""
+"""Max-min fair rates of flows that share links, compiled where numba is installed, and the effect of PFC pauses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from phalanx.sim.fabric_links import Floats, Ints
 
 
 def has_numba() -> bool:
-    """Whether numba can be imported."""
+    """Return True if numba is installed."""
     return find_spec("numba") is not None
 
 
 def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as machine code; kept on disk where numba finds a place to write, else compiled again next time."""
+    """Return the function compiled by numba; raises UserError without numba.
+
+    The machine code is cached on disk where numba can write, otherwise it is compiled again by each process.
+    """
     if not has_numba():
         raise mistake(
             "simulation",
@@ -32,28 +35,29 @@ def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
         )
     numba: Any = import_module("numba")
     try:
-        made: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # numba: "no locator available": neither the package nor the home folder can be written
-        made = numba.njit(nogil=True)(function)
-    return made
+        compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
+    # numba's "no locator available": neither the package nor the home folder is writable.
+    except RuntimeError:
+        compiled = numba.njit(nogil=True)(function)
+    return compiled
 
 
-# Max-min fair rates by progressive filling: raise all rates together, stop whoever meets a full link.
-#
-# A link's level is what is left of it over the pull of the rows that still move on it. Levels only rise while slower
-# rows stop, so the lowest link is full first and stops its rows (Bertsekas and Gallager, Data Networks, section 6.5.2).
+# Max-min fair rates by progressive filling: raise all rates together, and stop each row at its first full link.
+# A link's level is its remaining capacity over the pull of the rows that still move on it. Levels only rise while
+# slower rows stop, so the link with the lowest level is full first and stops its rows (Bertsekas and Gallager, Data
+# Networks, section 6.5.2).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTable:
-    """Which links each row takes, as CSR: entries start[r] to start[r + 1]; every row has at least one."""
+    """The links of each row, as CSR: entries start[r] to start[r + 1]; every row has at least one."""
 
     start: Ints
     link: NDArray[np.int32]
-    pull: Floats  # a row's weight beside others on a full link
+    pull: Floats  # a row's weight relative to others on a full link
 
     def some(self, rows: Ints) -> LinkTable:
-        """The table of some of its rows."""
+        """Return the table of some of its rows."""
         width = np.diff(self.start)
         if len(rows) == len(width):
             return self
@@ -63,11 +67,12 @@ class LinkTable:
 
 
 def fair_rates_of(table: LinkTable, capacity: Floats, *, engine: str = "auto") -> Floats:
-    """Rate of every row, in the unit of the capacities; `engine` is auto, numba or numpy."""
+    """Return the rate of every row, in the unit of the capacities; `engine` is auto, numba or numpy."""
     if len(table.start) < 2:
         return np.empty(0)
     link, room = table.link, capacity.astype(np.float64)
-    if len(link) < len(capacity) // 4:  # few links are used: leave the others out
+    # Few links are used: omit the others.
+    if len(link) < len(capacity) // 4:
         used, packed = np.unique(link, return_inverse=True)
         link, room = packed.astype(np.int32), room[used]
     quick = engine == "numba" or (engine == "auto" and has_numba())
@@ -81,23 +86,23 @@ def _compiled_filling() -> Callable[..., Any]:
 
 
 def _fill_in_rounds(start: Ints, link: NDArray[np.int32], pull: Floats, room: Floats) -> Floats:
-    """Levels of rows; in every round all links stop that are the lowest link of each of their rows."""
+    """Return the levels of rows; each round stops the rows of links that are the lowest of all their rows."""
     row = np.repeat(np.arange(len(pull)), np.diff(start))
     levels = np.zeros(len(pull))
     moving = np.ones(len(pull), dtype=bool)
     while moving.any():
-        on = moving[row]
-        share = np.bincount(link[on], weights=pull[row[on]], minlength=len(room))
+        is_moving = moving[row]
+        share = np.bincount(link[is_moving], weights=pull[row[is_moving]], minlength=len(room))
         level = np.divide(room, share, out=np.full(len(room), np.inf), where=share > 0)
-        mine = np.minimum.reduceat(level[link], start[:-1])
+        row_level = np.minimum.reduceat(level[link], start[:-1])
         lowest = np.full(len(room), np.inf)
-        np.minimum.at(lowest, link[on], mine[row[on]])
+        np.minimum.at(lowest, link[is_moving], row_level[row[is_moving]])
         stops = np.zeros(len(pull), dtype=bool)
-        stops[row[on & (level <= lowest * (1 + 1e-12))[link]]] = True
-        levels[stops] = mine[stops]
-        gone = stops[row]
-        taken = np.bincount(link[gone], weights=(pull * levels)[row[gone]], minlength=len(room))
-        room = np.maximum(room - taken, 0.0)
+        stops[row[is_moving & (level <= lowest * (1 + 1e-12))[link]]] = True
+        levels[stops] = row_level[stops]
+        is_stopped = stops[row]
+        used = np.bincount(link[is_stopped], weights=(pull * levels)[row[is_stopped]], minlength=len(room))
+        room = np.maximum(room - used, 0.0)
         moving &= ~stops
     return levels
 
@@ -105,9 +110,13 @@ def _fill_in_rounds(start: Ints, link: NDArray[np.int32], pull: Floats, room: Fl
 def _fill_by_heap(  # pragma: no cover - runs compiled
     start: Ints, link: NDArray[np.int32], pull: Floats, room: Floats
 ) -> Floats:
-    """Levels of rows, lowest link first. A level on the heap may be out of date, but only too low: it goes back."""
+    """Return the levels of rows, lowest link first.
+
+    A level on the heap may be out of date, but only too low: then the link goes back on the heap.
+    """
     rows, links = len(start) - 1, len(room)
-    begin = np.zeros(links + 1, dtype=np.int64)  # the table turned round: rows of each link
+    # The table transposed: rows of each link.
+    begin = np.zeros(links + 1, dtype=np.int64)
     for e in range(len(link)):
         begin[link[e] + 1] += 1
     for i in range(links):
@@ -121,90 +130,93 @@ def _fill_by_heap(  # pragma: no cover - runs compiled
             row_of[begin[i] + movers[i]] = r
             movers[i] += 1
             share[i] += pull[r]
-    key, who, size = np.empty(links), np.empty(links, dtype=np.int32), 0
+    key, heap_link, size = np.empty(links), np.empty(links, dtype=np.int32), 0
     for i in range(links):
         if movers[i] > 0:
-            key[size], who[size] = room[i] / share[i], i
+            key[size], heap_link[size] = room[i] / share[i], i
             size += 1
     levels = np.full(rows, -1.0)
-    parent, left = size // 2, rows  # parents still to be sifted, until the array is a heap
-    while left > 0:
+    # The first steps sift down each parent, until the array is a heap.
+    parent, moving_rows = size // 2, rows
+    while moving_rows > 0:
         if parent > 0:
             parent -= 1
-            hole, level, now = parent, key[parent], who[parent]
+            hole, level, now = parent, key[parent], heap_link[parent]
         else:
-            hole, now = 0, who[0]
+            hole, now = 0, heap_link[0]
             level = room[now] / share[now] if movers[now] > 0 else np.inf
             if level <= key[0] * (1 + 1e-12):
-                for place in range(begin[now], begin[now + 1]):
-                    r = row_of[place]
+                for index in range(begin[now], begin[now + 1]):
+                    r = row_of[index]
                     if levels[r] >= 0:
                         continue
                     levels[r] = level
-                    left -= 1
+                    moving_rows -= 1
                     for e in range(start[r], start[r + 1]):
                         i = link[e]
                         room[i] = max(room[i] - pull[r] * level, 0.0)
                         share[i] -= pull[r]
                         movers[i] -= 1
                 level = np.inf
-            if level == np.inf:  # nobody moves here any more: the heap's last takes the place
+            # No row moves on this link any more: the last entry of the heap replaces it.
+            if level == np.inf:
                 size -= 1
-                level, now = key[size], who[size]
+                level, now = key[size], heap_link[size]
         child = 2 * hole + 1
         while child < size:
             if child + 1 < size and key[child + 1] < key[child]:
                 child += 1
             if key[child] >= level:
                 break
-            key[hole], who[hole] = key[child], who[child]
+            key[hole], heap_link[hole] = key[child], heap_link[child]
             hole, child = child, 2 * child + 1
-        key[hole], who[hole] = level, now
+        key[hole], heap_link[hole] = level, now
     return levels
 
 
-# What pauses (PFC) do to fair rates: a queue that may not overflow stops whatever feeds it.
-#
-# A flow that is held up at a link makes the queues on its way there fill; each of them is paused and serves its packets
-# in order, so whoever shares one of them goes as slowly. Those are held up in turn, and what feeds them is paused too.
-# What the slowed ones leave free on links further on is not given to others here: rates are those of the worst case.
+# The effect of pauses (PFC) on fair rates: a queue that may not overflow stops the links that feed it.
+# A flow that is held up at a link fills the queues on its way there. Each of them is paused and serves its packets in
+# order, so all flows through it become as slow. Those are held up in turn, and the links that feed them are paused
+# too. Capacity that slowed flows leave free on later links is not given to others here: rates are those of the worst
+# case.
 
 
-FULL = 0.999  # load from which a link counts as full
+FULL = 0.999  # load above which a link counts as full
 ALIKE = 1e-9
-ROUNDS = 64  # a pause travels up one path at a time; paths have at most six links, and few rounds are ever needed
+# A pause travels up one path at a time; paths have at most six links, and few rounds are needed.
+ROUNDS = 64
 
 
 def paused_rates(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
-    """Rates of rows after pauses have spread against the direction of travel."""
+    """Return the rates of rows after pauses have spread against the direction of travel."""
     if not len(rates):
         return rates
     first = table.start[:-1]
     row = np.repeat(np.arange(len(rates)), np.diff(table.start))
-    place = np.arange(len(row)) - table.start[row]
-    held = _full_entries(table, rates, capacity, row)
+    hop = np.arange(len(row)) - table.start[row]
+    is_limited = _full_entries(table, rates, capacity, row)
     nowhere = len(row)
-    at = np.minimum.reduceat(np.where(held, place, nowhere), first)
-    at = np.where(at == nowhere, 0, at)
+    limit_hop = np.minimum.reduceat(np.where(is_limited, hop, nowhere), first)
+    limit_hop = np.where(limit_hop == nowhere, 0, limit_hop)
     for _ in range(ROUNDS):
-        level, before = np.full(len(capacity), np.inf), place < at[row]
+        level, before = np.full(len(capacity), np.inf), hop < limit_hop[row]
         np.minimum.at(level, table.link[before], rates[row[before]])
-        seen = level[table.link]
-        lowest = np.minimum.reduceat(seen, first)
+        link_level = level[table.link]
+        lowest = np.minimum.reduceat(link_level, first)
         slowed = lowest < rates * (1 - ALIKE)
         if not slowed.any():
             break
-        where = np.maximum.reduceat(np.where(seen <= lowest[row] * (1 + ALIKE), place, 0), first)
-        at = np.where(slowed, where, at)
+        slowest_hop = np.maximum.reduceat(np.where(link_level <= lowest[row] * (1 + ALIKE), hop, 0), first)
+        limit_hop = np.where(slowed, slowest_hop, limit_hop)
         rates = np.where(slowed, lowest, rates)
     return rates
 
 
 def _full_entries(table: LinkTable, rates: Floats, capacity: Floats, row: np.ndarray) -> np.ndarray:
-    """Entries at which a row gets no more because the link is full: nobody there has a higher rate."""
+    """Return the entries at which a full link limits the row: no other row there has a higher rate."""
     load = np.bincount(table.link, weights=rates[row], minlength=len(capacity))
-    most = np.zeros(len(capacity))
-    np.maximum.at(most, table.link, rates[row])
-    # A dead port has no queue to fill: what is meant for it is dropped.
+    highest_rate = np.zeros(len(capacity))
+    np.maximum.at(highest_rate, table.link, rates[row])
+    # A dead port has no queue that could fill: packets for it are dropped.
     full = (capacity > 0) & (load >= FULL * capacity)
-    return np.asarray(full[table.link] & (rates[row] >= most[table.link] * (1 - ALIKE)))
+    return np.asarray(full[table.link] & (rates[row] >= highest_rate[table.link] * (1 - ALIKE)))

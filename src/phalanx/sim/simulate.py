@@ -1,4 +1,7 @@
-"""A traffic pattern on a fabric by name, as plain values: what `phalanx fabric simulate` prints."""
+"""Simulate a named traffic pattern on a fabric, in either engine, with plain values as result.
+
+`phalanx fabric simulate` prints these values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from phalanx.sim.traffic_matrix import Flows, named_traffic
 
 ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
-MOST_CONVERGE_S = 86400.0  # what takes longer than a day is no convergence
+MOST_CONVERGE_S = 86400.0  # a longer time than a day is not a convergence
 WIRES: dict[str, Wire] = {"mrc": fluid.MRC, "htsim": fluid.HTSIM, "ideal": fluid.IDEAL}
 ROWS = 1 << 20  # sub-flows that are solved in about two seconds
 
@@ -51,13 +54,14 @@ def simulate(
     watched: int | None = None,
     budget: PacketBudget = BUDGET,
 ) -> dict[str, object]:
-    """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
+    """Return rates and completion times by the fluid engine.
 
-    `flows`, when given, are the traffic, and `traffic_name` is only what they are called.
+    `paths` 0 means one per flow, 8 QPs, or as many as a million rows allow. `flows`, when given, are the traffic, and
+    `traffic_name` is only their name.
     """
     flows = named_traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
-    over = WIRES[check_choice("--wire", wire, tuple(WIRES))]
+    overheads = WIRES[check_choice("--wire", wire, tuple(WIRES))]
     links = links_of(fabric)
     check_fluid_budget(links, len(flows), routing, budget)
     if denied:
@@ -65,23 +69,23 @@ def simulate(
     broken = broken_of(links, FabricBreak(failed=tuple(failed), left=left, denied=tuple(denied)))
     rates = solve_rates(fabric, flows, routing=routing, broken=broken)
     batch = batch_of(len(flows) * routing.paths)
-    done = complete_flows(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
-    asked = asked_for("fluid", fabric, traffic_name, flows, seed)
+    completion = complete_flows(fabric, flows, routing=routing, broken=broken, wire=overheads, batch=batch)
+    request = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
-    parts = {"failed": list(failed), "left": left, "denied": list(denied)}
+    failures = {"failed": list(failed), "left": left, "denied": list(denied)}
     victim = {} if watched is None else {"victim_rate": float(rates.share[watched])}
-    return {**asked, **chosen, **parts, **_rate_summary(rates), **victim, **_time_summary(done)}
+    return {**request, **chosen, **failures, **_rate_summary(rates), **victim, **_time_summary(completion)}
 
 
 def asked_for(engine: str, fabric: Fabric, traffic_name: str, flows: Flows, seed: int) -> dict[str, object]:
-    """What every result begins with; `bytes_per_flow` is their mean."""
+    """Return the first values of every result; `bytes_per_flow` is the mean."""
     total = float(flows.nbytes.sum())
     sizes = {"flows": len(flows), "bytes_per_flow": total / len(flows), "bytes_total": total}
     return {"engine": engine, "fabric": fabric.name, "traffic": traffic_name, **sizes, "seed": seed}
 
 
 def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
-    """Paths per flow when nobody says: as many in each plane, 16 at most, and about a million rows in all."""
+    """Return the default paths per flow: equally many in each plane, 16 at most, and about a million rows in total."""
     if spread == "qp":
         return 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
     if spread == "all":
@@ -91,7 +95,7 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
 
 
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
-    """A routing by its words."""
+    """Return a routing from its option values; raises UserError."""
     check_choice("--routing", spread, ROUTINGS)
     if spread == "all" and (paths != fabric.planes or recovery not in ("", "edge")):
         raise mistake(
@@ -102,7 +106,7 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
     by_packet = spread in ("oblivious", "adaptive", "all")
     chosen = check_choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
-        spread=spread,  # type: ignore[arg-type]  # choice() holds it
+        spread=spread,  # type: ignore[arg-type]  # check_choice() has checked it
         paths=paths,
         planes="equal" if by_packet else "hash",
         recovery=cast(Recovery, chosen),
@@ -111,12 +115,13 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
 
 
 def check_deny(recovery: str) -> None:
-    """A controller tells senders, or switches, which parts to leave alone; somebody must choose other paths."""
+    """Raise UserError if no sender or switch would choose other paths than the denied ones."""
     if recovery == "none":
         raise mistake("--deny", "with --recovery none nobody leaves a path", fix="use --recovery conventional or edge")
 
 
 def check_choice(option: str, word: str, choices: tuple[str, ...]) -> str:
+    """Return the word if it is one of the choices; raises UserError with the nearest one."""
     if word not in choices:
         guess = nearest(word, choices)
         fix = f"use {guess}" if guess else f"use {', '.join(choices)}"
@@ -149,13 +154,13 @@ def _time_summary(done: Completion) -> dict[str, object]:
     }
 
 
-# Transports of the packet engine by their words.
+# Transports of the packet engine by name.
 
 
 AnyTransport = Transport | Roce
 TRANSPORTS: dict[str, AnyTransport] = {"mrc": MRC, "ecmp": ECMP, "roce": ROCE, "htsim": HTSIM}
 # A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
-# second more of convergence (`network.fabric.recovery.CONVERGE_S` is ten) is a second more of it.
+# further second of convergence (CONVERGE_S of failure_budget.py is ten) lengthens it by a second.
 SHORT_CONVERGE_S = 0.01
 QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
 
@@ -170,27 +175,28 @@ def transport_of(
     pfc: bool | None = None,
     dcqcn: bool | None = None,
 ) -> AnyTransport:
-    """A transport by its words; empty ones are its own settings."""
-    made = TRANSPORTS[check_choice("--transport", name, tuple(TRANSPORTS))]
+    """Return a transport from its option values; empty ones keep the transport's own settings. Raises UserError."""
+    transport = TRANSPORTS[check_choice("--transport", name, tuple(TRANSPORTS))]
     if routing == "flow" and paths > 1:
         raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
-    if isinstance(made, Roce):
-        made = _with_roce(made, routing, paths, pfc, dcqcn)
+    if isinstance(transport, Roce):
+        transport = _with_roce(transport, routing, paths, pfc, dcqcn)
     elif pfc is not None or dcqcn is not None:
-        option, what = ("--pfc", "drops and trims packets") if pfc is not None else ("--dcqcn", "has a window")
-        raise mistake(option, f"{made.name} {what}", fix="add --transport roce")
+        option, feature = ("--pfc", "drops and trims packets") if pfc is not None else ("--dcqcn", "has a window")
+        raise mistake(option, f"{transport.name} {feature}", fix="add --transport roce")
     else:
-        made = _with_routing(made, routing)
-        made = replace(made, paths=paths) if paths else made
-    return _with_convergence(_with_recovery(made, recovery, converge_s), converge_s)
+        transport = _with_routing(transport, routing)
+        transport = replace(transport, paths=paths) if paths else transport
+    return _with_convergence(_with_recovery(transport, recovery, converge_s), converge_s)
 
 
 def compared_transports(
     fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S
 ) -> tuple[Roce, Roce, Transport]:
-    """RoCE without and with PFC, a queue pair on each plane and routing that converges, and recovery at the edge.
+    """Return the compared transports: RoCE without and with PFC, and recovery at the edge.
 
-    One path in all could use one plane only, and the difference would be that of planes, not of recovery.
+    RoCE has a queue pair on each plane and routing that converges. With a single path it could use one plane only,
+    and the difference would come from planes, not from recovery.
     """
     lossy = replace(ROCE_LOSSY, name="RoCE, PFC off", qps=fabric.planes, converge_s=converge_s)
     lossless = replace(ROCE, name="RoCE, PFC on", qps=fabric.planes, converge_s=converge_s)
@@ -198,41 +204,42 @@ def compared_transports(
 
 
 def paths_of(transport: AnyTransport) -> int:
-    """Per connection."""
+    """Return the paths per connection."""
     return transport.qps if isinstance(transport, Roce) else transport.paths
 
 
 def spread_of(transport: AnyTransport) -> str:
-    """How packets are spread over paths."""
+    """Return how packets are spread over paths, as an option value."""
     return "qp" if isinstance(transport, Roce) else transport.spray
 
 
 def recovery_of(transport: AnyTransport) -> str:
-    """Who leaves dead paths, in the words of the fluid engine."""
+    """Return the kind of recovery, in the words of the fluid engine."""
     if not isinstance(transport, Roce) and transport.recovery == "edge":
         return "edge"
     return "conventional" if math.isfinite(transport.converge_s) else "none"
 
 
 def converge_of(transport: AnyTransport) -> float | None:
-    """Seconds until routing knows; None where nobody waits for it."""
+    """Return the seconds until routing converges; None where the transport does not wait for it."""
     return transport.converge_s if recovery_of(transport) == "conventional" else None
 
 
 def _with_roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
+    """Apply routing, paths, PFC and DCQCN options to a RoCE transport; raises UserError."""
     if routing not in ("", "flow", "qp"):
         check_choice("--routing", routing, ROUTINGS)
         raise mistake("--routing", f"RoCE does not send by {routing}: a queue pair has one path", fix="use flow or qp")
     qps = paths or (1 if routing == "flow" else QPS if routing == "qp" else made.qps)
     rate = made.dcqcn if dcqcn is None else Dcqcn() if dcqcn else None
     paused = made.pfc if pfc is None else pfc
-    parts = [word for word, on in (("PFC", paused), ("DCQCN", rate is not None)) if on]
-    name = f"RoCE, {' and '.join(parts)}" if parts else "RoCE"
+    features = [word for word, is_on in (("PFC", paused), ("DCQCN", rate is not None)) if is_on]
+    name = f"RoCE, {' and '.join(features)}" if features else "RoCE"
     return replace(made, name=name, qps=qps, pfc=paused, dcqcn=rate)
 
 
 def _with_routing(transport: Transport, routing: str) -> Transport:
-    """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
+    """Apply a routing of the fluid engine as paths and spraying: `qp` means 8 paths in turn here."""
     if not routing:
         return transport
     word = check_choice("--routing", routing, ROUTINGS)
@@ -252,13 +259,14 @@ def _with_routing(transport: Transport, routing: str) -> Transport:
 
 
 def _with_recovery(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
+    """Apply the recovery option to a transport; raises UserError for impossible combinations."""
     if not recovery:
         return made
     chosen = check_choice("--recovery", recovery, RECOVERIES)
     if isinstance(made, Roce):
         if chosen == "edge":
-            what = "a queue pair of RoCE has one path and cannot leave it"
-            raise mistake("--recovery", what, fix="use --recovery conventional, or --transport mrc")
+            problem = "a queue pair of RoCE has one path and cannot leave it"
+            raise mistake("--recovery", problem, fix="use --recovery conventional, or --transport mrc")
     else:
         made = replace(made, recovery="edge" if chosen == "edge" else "routing")
     if chosen == "none":
@@ -278,10 +286,11 @@ def _with_convergence(made: AnyTransport, converge_s: float | None) -> AnyTransp
     return replace(made, converge_s=converge_s)
 
 
-# A traffic pattern on a fabric packet by packet, in the words of `simulate.py`, as plain values.
+# The packet engine, with the same option values and results.
 
 
-SOON = 100  # times the duration of unhindered traffic: a later failure meets nobody
+# Multiple of the duration of unhindered traffic after which a failure meets no connection.
+SOON = 100
 
 
 def simulate_packets(
@@ -296,27 +305,27 @@ def simulate_packets(
     schedule: Schedule | None = None,
     each_plane: bool = False,
 ) -> dict[str, object]:
-    """Completion times and losses; refuses before it starts what would exceed the budget."""
+    """Return completion times and losses; raises UserError before the start where the budget would be exceeded."""
     faults = faults_of(broken)
     denied = denied_of(broken)
-    found = run_packets(
+    result = run_packets(
         fabric, flows, transport, faults, denied, seed=seed, budget=budget, schedule=schedule, each_plane=each_plane
     )
-    asked = asked_for("packets", fabric, traffic_name, flows, seed)
+    request = asked_for("packets", fabric, traffic_name, flows, seed)
     chosen = {"transport": transport.name, "spread": spread_of(transport), "paths": paths_of(transport)}
-    recovers = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
-    parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss, "denied": list(broken.denied)}
-    late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
-    course = {"throughput_over_time": course_of(found).series()}
+    recovery = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
+    failures = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss, "denied": list(broken.denied)}
+    late = {"failed_too_late": too_late(broken, faults, result.simulated_s)}
+    course = {"throughput_over_time": course_of(result).series()}
     return {
-        **asked,
+        **request,
         **chosen,
-        **recovers,
-        **parts,
+        **recovery,
+        **failures,
         **late,
-        **_packet_times(found),
+        **_packet_times(result),
         "planes": fabric.planes,
-        **packet_counts(found),
+        **packet_counts(result),
         **course,
     }
 
@@ -333,7 +342,7 @@ def run_packets(
     schedule: Schedule | None = None,
     each_plane: bool = False,
 ) -> PacketResult:
-    """One run, refused before it starts where even waiting would exceed the budget."""
+    """Run the packet engine; raises UserError before the start where even waiting would exceed the budget."""
     _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied or each_plane))
     return run_connections(
         fabric,
@@ -349,9 +358,9 @@ def run_packets(
 
 
 def course_of(found: PacketResult) -> Course:
-    """Payload delivered in each sample."""
-    taken_s = np.diff(found.time_s, prepend=0.0)
-    return Course(end_s=found.time_s, bits=found.throughput_gbps * 1e9 * taken_s)
+    """Return the payload delivered in each sample."""
+    lengths_s = np.diff(found.time_s, prepend=0.0)
+    return Course(end_s=found.time_s, bits=found.throughput_gbps * 1e9 * lengths_s)
 
 
 def _afford_waiting(
@@ -363,13 +372,14 @@ def _afford_waiting(
     *,
     alike: bool,
 ) -> None:
-    """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
+    """Raise UserError if waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
     links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
     wait_s = _wait_s(transport, faults, SOON * expected.slots * slot_s)
     slots = wait_s / slot_s
     cpu_s = expected.cpu_s + slots * links.count * LOOK_S
     if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
-        return  # without waiting, run() itself refuses with its own numbers
+        # Without waiting, the engine checks the budget itself with its own numbers.
+        return
     most_s = min(MOST_SLOTS, budget.cpu_s / (links.count * LOOK_S)) * slot_s
     raise mistake(
         f"packets on {fabric.name}",
@@ -384,13 +394,13 @@ def _afford_waiting(
 def expected_cpu_s(
     fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[FabricFault], *, alike: bool
 ) -> float:
-    """Of a run, with what it waits; planes that are `alike` are simulated once."""
+    """Return the CPU seconds of a run, with its waiting time; planes that are `alike` are simulated once."""
     links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
     return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
 
 
 def _wait_s(transport: AnyTransport, faults: Sequence[FabricFault], soon_s: float) -> float:
-    """Simulated time in which connections only wait; the edge does not."""
+    """Return the simulated time in which connections only wait; with recovery at the edge they do not."""
     if recovery_of(transport) == "edge":
         return 0.0
     waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
@@ -408,17 +418,17 @@ def _expected_cost(
 
 
 def _until_s(fault: FabricFault, transport: AnyTransport) -> float:
-    """When the connections on a dead part go on; where they never do, the engine gives up after a while."""
+    """Return when the connections on a dead part continue; where they never do, the engine stops after REST_S."""
     wait_s = transport.converge_s if math.isfinite(transport.converge_s) else REST_S
     patience_s = transport.timeout_s if isinstance(transport, Roce) else 0.0
     return min(fault.at_s + wait_s, fault.until_s) + patience_s
 
 
 def _packet_times(found: PacketResult) -> dict[str, object]:
-    done = found.fct_s[np.isfinite(found.fct_s)]
+    finished_s = found.fct_s[np.isfinite(found.fct_s)]
     return {
-        "mean_s": float(done.mean()) if len(done) else math.inf,
-        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "mean_s": float(finished_s.mean()) if len(finished_s) else math.inf,
+        "p99_s": float(np.percentile(finished_s, 99)) if len(finished_s) else math.inf,
         "tail_s": found.tail_s,
         "finished_flows": found.finished,
         "simulated_s": found.simulated_s,
@@ -428,7 +438,7 @@ def _packet_times(found: PacketResult) -> dict[str, object]:
 
 
 def packet_counts(found: PacketResult) -> dict[str, object]:
-    """What only packets have."""
+    """Return the values that only the packet engine has."""
     return {
         "packets": found.packets,
         "sent": found.sent,

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: traffic as arrays of flows between NICs."""
+"""Traffic matrices: arrays of flows between NICs, by pattern or from a CSV file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from phalanx.units import parse_count, plural
 
 # 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
 MOST_FLOWS = 33_600_000
-MOST_BYTES = 1e15  # of a transfer: three hours at 800 Gb/s; more is a slip of the pen
+# Size of one transfer: three hours at 800 Gb/s; more is taken for a typing error.
+MOST_BYTES = 1e15
 SENDERS = 7  # of an incast: arXiv:2605.04333 section 5.2.8
 
 
@@ -42,41 +43,44 @@ class Flows:
         if not (self.nbytes > 0).all():
             raise mistake("flows", f"a transfer of {float(self.nbytes.min()):g} bytes", fix="sizes are above zero")
         if not (self.nbytes <= MOST_BYTES).all():
-            what = f"a transfer of {float(self.nbytes.max()):g} bytes is hours long at any speed"
-            raise mistake("flows", what, fix=f"sizes are at most {MOST_BYTES:.0e} bytes")
+            problem = f"a transfer of {float(self.nbytes.max()):g} bytes is hours long at any speed"
+            raise mistake("flows", problem, fix=f"sizes are at most {MOST_BYTES:.0e} bytes")
         if (self.source == self.target).any():
             host = int(self.source[self.source == self.target][0])
             raise mistake("flows", f"host {host} sends to itself", fix="leave it out: it does not touch the network")
 
 
 def make_flows(source: Any, target: Any, nbytes: Any) -> Flows:
-    """Flows of lists or arrays; one size may stand for all."""
+    """Return flows from lists or arrays; a single size applies to all."""
     src, dst = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
     return Flows(source=src, target=dst, nbytes=np.broadcast_to(np.asarray(nbytes, dtype=np.float64), src.shape))
 
 
 def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
-    """Everyone sends to one other and receives from one other, at random."""
+    """Return a random permutation: each host sends to one other host and receives from one other."""
     _require_hosts(hosts, 2)
     order = np.random.default_rng(seed).permutation(hosts).astype(np.int64)
-    # A cycle through all hosts in random order: nobody sends to itself.
+    # A cycle through all hosts in random order: no host sends to itself.
     return make_flows(order, np.roll(order, -1), nbytes)
 
 
 def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
-    """Everyone sends to the host `step` further, half way round by default: all traffic crosses the top."""
+    """Return flows from each host to the host `step` further, by default half of all hosts.
+
+    With the default all traffic crosses the top of the fabric.
+    """
     _require_hosts(hosts, 2)
     source = np.arange(hosts)
     return make_flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
 
 
 def ring(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
-    """Everyone sends to the next: one step of a ring collective."""
+    """Return flows from each host to the next: one step of a ring collective."""
     return shift(hosts, nbytes, seed=seed, step=1)
 
 
 def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
-    """Both directions of a binary tree in heap order: what a pipelined tree all-reduce has under way at once."""
+    """Return both directions of a binary tree in heap order: the simultaneous flows of a pipelined tree all-reduce."""
     _require_hosts(hosts, 2)
     child = np.arange(1, hosts)
     parent = (child - 1) // 2
@@ -84,7 +88,7 @@ def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 
 def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
-    """Everyone sends an equal part of `nbytes` to every other."""
+    """Return flows of an equal part of `nbytes` from each host to every other."""
     _require_hosts(hosts, 2)
     if hosts * (hosts - 1) > MOST_FLOWS:
         raise mistake(
@@ -99,15 +103,15 @@ def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 
 def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
-    """A ring among NICs of the same place in each server: the network part of a hierarchical all-reduce."""
+    """Return a ring among NICs at the same position in each server: the network part of a hierarchical all-reduce."""
     _require_hosts(hosts, 2 * server)
-    whole = hosts // server * server
-    source = np.arange(whole)
-    return make_flows(source, (source + server) % whole, nbytes)
+    full_hosts = hosts // server * server
+    source = np.arange(full_hosts)
+    return make_flows(source, (source + server) % full_hosts, nbytes)
 
 
 def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Flows:
-    """Activations between neighbouring stages, forward and back, when stages are the slowest axis."""
+    """Return activations between neighbouring stages, forward and back, when stages are the slowest axis."""
     _require_hosts(hosts, max(stages, 2))
     width = hosts // stages
     first = np.arange(width * (stages - 1))
@@ -125,15 +129,18 @@ TRAFFIC: dict[str, Callable[..., Flows]] = {
 }
 
 
-INCAST = "incast"  # the one that depends on which hosts share a T0
+INCAST = "incast"  # the only pattern that depends on which hosts share a T0
 
 
 def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
-    """Hosts under one T0 to one host under another, and a victim, the last flow, from a further host of the first T0
-    to a neighbour of the crowded one: it shares switches with the crowd, but neither its sender nor its receiver."""
+    """Return flows from hosts under one T0 to one host under another, and a victim as the last flow.
+
+    The victim goes from another host of the first T0 to a neighbour of the crowded host: it shares switches with the
+    crowd, but neither its sender nor its receiver.
+    """
     if fabric.hosts < senders + 3:
-        what = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
-        raise mistake("incast", what, fix=f"use a fabric of at least {senders + 3} hosts")
+        problem = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
+        raise mistake("incast", problem, fix=f"use a fabric of at least {senders + 3} hosts")
     home = links_of(fabric).host_t0(np.arange(fabric.hosts))
     near = np.argsort(home, kind="stable")  # hosts by their T0
     source = near[: senders + 1]
@@ -142,7 +149,7 @@ def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
 
 
 def named_traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
-    """A traffic matrix by name; raises UserError for one that does not exist."""
+    """Return the flows of a named pattern; raises UserError for an unknown name or size."""
     names = (*TRAFFIC, INCAST)
     if name not in names:
         guess = nearest(name, names)
@@ -158,57 +165,63 @@ def _require_hosts(hosts: int, least: int) -> None:
         raise mistake("traffic", f"{plural(hosts, 'host')}: too few", fix=f"this traffic needs at least {least}")
 
 
-# Traffic from a CSV file: who sends how many bytes to whom. Read as untrusted.
+# Traffic from a CSV file with sender, receiver and bytes of each transfer. The file is untrusted input.
 
 
 COLUMNS = ("src", "dst", "bytes")
 MOST_FILE_BYTES = 256 << 20  # ten million lines
-MOST_PROBLEMS = 5  # that one message lists
+MOST_PROBLEMS = 5  # listed in one message
 
 
 def read_matrix(path: Path, hosts: int) -> Flows:
-    """Flows of a file with the columns src, dst and bytes, in any order; others are left out. `#` begins a comment."""
+    """Read flows from a file with the columns src, dst and bytes, in any order; others are ignored.
+
+    `#` begins a comment. Raises UserError with the first mistakes.
+    """
     rows = _csv_rows(path)
     header = next(rows, (0, []))[1]
     names = [name.strip().lower() for name in header]
     if not set(COLUMNS) <= set(names):
-        what = f"the first line is {','.join(header)[:60]!r}" if header else "is empty"
-        raise mistake(f"{path}:1", what, fix=f"begin with {','.join(COLUMNS)}, then one transfer a line: 0,5,2000000")
-    places = [names.index(column) for column in COLUMNS]
-    found, problems = _read_transfers(path, rows, places, hosts)
+        problem = f"the first line is {','.join(header)[:60]!r}" if header else "is empty"
+        raise mistake(
+            f"{path}:1", problem, fix=f"begin with {','.join(COLUMNS)}, then one transfer a line: 0,5,2000000"
+        )
+    column_indices = [names.index(column) for column in COLUMNS]
+    transfers, problems = _read_transfers(path, rows, column_indices, hosts)
     if problems:
         raise UserError(problems)
-    if not found:
+    if not transfers:
         raise mistake(str(path), "there is no flow to simulate", fix="add lines such as 0,5,2000000")
-    table = np.array(found, dtype=np.float64)
+    table = np.array(transfers, dtype=np.float64)
     return make_flows(table[:, 0], table[:, 1], table[:, 2])
 
 
 def _read_transfers(
     path: Path, rows: Iterable[tuple[int, list[str]]], places: list[int], hosts: int
 ) -> tuple[list[tuple[float, float, float]], list[Problem]]:
-    """Transfers, and the first mistakes."""
-    found: list[tuple[float, float, float]] = []
+    """Return the transfers, and the first mistakes."""
+    transfers: list[tuple[float, float, float]] = []
     problems: list[Problem] = []
     for line, cells in rows:
-        if len(found) >= MOST_FLOWS:
+        if len(transfers) >= MOST_FLOWS:
             raise mistake(str(path), f"has more than {MOST_FLOWS:,} transfers", fix="simulate a part of them")
-        made = _read_transfer(f"{path}:{line}", cells, places, hosts)
-        if isinstance(made, Problem):
-            problems.append(made)
+        transfer = _read_transfer(f"{path}:{line}", cells, places, hosts)
+        if isinstance(transfer, Problem):
+            problems.append(transfer)
             if len(problems) >= MOST_PROBLEMS:
                 break
         else:
-            found.append(made)
-    return found, problems
+            transfers.append(transfer)
+    return transfers, problems
 
 
 def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tuple[float, float, float] | Problem:
+    """Return the transfer of one line, or its problem."""
     if len(cells) <= max(places):
         return Problem(
             where=where, what=f"{len(cells)} columns, as {','.join(cells)[:60]!r}", fix="write src,dst,bytes"
         )
-    src, dst, size = (cells[place].strip() for place in places)
+    src, dst, size = (cells[index].strip() for index in places)
     for host in (src, dst):
         if not (host.isascii() and host.isdecimal() and len(host) <= 9 and int(host) < hosts):
             return Problem(where=where, what=f"there is no host {host[:20]!r}", fix=f"hosts are 0 to {hosts - 1:,}")
@@ -227,15 +240,15 @@ def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) 
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Lines with something in them, by number."""
+    """Yield the non-empty lines as cells, with their numbers."""
     try:
-        whole = read_bounded(path, MOST_FILE_BYTES).decode("utf-8-sig")
-        for number, text in enumerate(io.StringIO(whole, newline=""), start=1):
+        file_text = read_bounded(path, MOST_FILE_BYTES).decode("utf-8-sig")
+        for number, text in enumerate(io.StringIO(file_text, newline=""), start=1):
             cells = next(csv.reader([text.split("#", 1)[0].rstrip("\r\n")]), [])
             if any(cell.strip() for cell in cells):
                 yield number, cells
     except FileTooLargeError as error:
         raise mistake(str(path), str(error), fix="check the path") from None
     except (OSError, ValueError, csv.Error) as error:
-        what = getattr(error, "strerror", None) or str(error)
-        raise mistake(str(path), f"cannot be read: {what[:120]}", fix="name a CSV file: src,dst,bytes") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise mistake(str(path), f"cannot be read: {reason[:120]}", fix="name a CSV file: src,dst,bytes") from None

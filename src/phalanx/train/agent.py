@@ -1,10 +1,11 @@
-"""`python -m phalanx.train.agent [--allow-code] [--election=…] RUN HOST SLOTS ADDRESS PARENT [TASK]`: one host's agent.
+"""The agent of one host, a process that starts and watches the host's ranks.
 
-Imports torch once, then keeps a process in every slot: forks it, watches it, hands it the coordinator's orders, and
-forks another when it is gone. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
+Called as `python -m phalanx.train.agent [--allow-code] [--election=…] RUN HOST SLOTS ADDRESS PARENT [TASK]`. Imports
+torch once, then keeps a process in every slot: forks it, watches it, passes on the coordinator's orders, and forks
+another when it ends. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
 
-`--allow-code` is the consent of whoever starts the agent to the code that the job names. It is never read from the run
-folder, which somebody else may have written.
+`--allow-code` is the consent of the user who starts the agent to run the code that the job names. It is never read
+from the run folder, which another user may have written.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ from phalanx.train.flight import BUFFER_NAMES, RECORDED
 from phalanx.train.listeners import raise_descriptor_limit
 from phalanx.train.prepare import check_code
 
-# What torch reads when a group is made, where nobody has set it. Only the supervisor ends ranks: it knows who fell, and
-# keeps the others (train/leave.py).
+# Defaults of variables that torch reads when a group is made. Only the coordinator ends ranks: it knows which one
+# failed, and keeps the others (train/leave.py).
 NCCL_DEFAULTS = {
-    # 0: a collective that failed or timed out ends nobody. 1 and 3 end the process; 1 and 2 abort the communicators,
-    # after which a rank that knows nothing of it goes on with what the kernels left.
+    # 0: a collective that failed or timed out ends no process. 1 and 3 end the process; 1 and 2 abort the
+    # communicators, after which a rank continues unaware with whatever the kernels had computed.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog thread that waits for the driver for 8 min ends the process
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else SIGABRT comes before the rank can say which error it was
-    # When a collective failed, the watchdog holds its group for four times as long, whether it dumps or not.
+    # Otherwise a watchdog thread that waits for the driver for 8 min ends the process.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Otherwise SIGABRT ends the rank before it can report the error.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # After a failed collective the watchdog holds its group for four times as long, even if it dumps nothing.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
 }
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent until the run is over."""
+    """Run the agent until the run is over; return the exit code."""
     options = [word for word in arguments[:2] if word.startswith("--")]
     allow_code = ALLOW_CODE in options
     election = "".join(word.removeprefix(ELECTION) for word in options if word.startswith(ELECTION))
@@ -55,17 +58,19 @@ def main(arguments: list[str]) -> int:
     task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
-    stop_requests = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a request like any other
+    # Before the imports: Ctrl-C in the first seconds must end the run like a later one.
+    stop_requests = StopSignals.listen()
     raise_descriptor_limit()  # the ranks are its children
-    gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
+    # Importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3.
+    gc.disable()
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Asked by NVML whether there is a GPU: what is imported here may ask, and after a call of CUDA's runtime in this
-    # process no rank that is forked from it could use the GPU.
+    # Makes torch look for GPUs through NVML: modules imported here may look, and after a call of CUDA's runtime in this
+    # process no rank forked from it could use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if interface := interface_of(address):  # nothing of the ranks listens beyond it
+    if interface := interface_of(address):  # ranks listen on no other interface
         os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)
     try:
@@ -90,17 +95,22 @@ def main(arguments: list[str]) -> int:
         work = _rank_work(run, agent, notes, task, allow_code=allow_code)
         _check_trainable(plan)
         agent.rescue = partial(_rescue_state, run, agent, plan.job.checkpoint.keep)
-        gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
+        # Imported objects are never freed, so forked ranks share their memory; ranks enable gc again.
+        gc.freeze()
         return agent.serve(work)
     except PhalanxError as error:
         print(error, file=sys.stderr)
-        if run.status().get("state") == "launching":  # later, others may train on without this host
+        # In later states the other hosts may continue without this one.
+        if run.status().get("state") == "launching":
             run.set_status("failed", message=str(error), exit_code=error.exit_code)
         return error.exit_code
 
 
 def _rescue_state(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -> None:
-    """The run has failed, and its ranks are gone: write down the step that only memory holds, and say where."""
+    """Write the step that only memory holds to disk, after the run has failed and its ranks are gone.
+
+    The path is added to the run's status and printed on stderr.
+    """
     from phalanx.train.state.paths import parse_location
     from phalanx.train.state.rescue import RescueOrder, rescue_places, rescue_state
 
@@ -117,29 +127,30 @@ def _rescue_state(run: Run, agent: HostAgent, keep: int, message: Mapping[str, A
             newer_than=newer_than,
         )
     except (PhalanxError, OSError, ValueError, KeyError) as error:
-        said = f"memory holds a newer step, which could not be written: {error}"
+        text = f"memory holds a newer step, which could not be written: {error}"
     else:
         if saved is None:
             return
-        said = f"memory held step {saved.step:,}, which is now saved: {saved.path}"
+        text = f"memory held step {saved.step:,}, which is now saved: {saved.path}"
         if saved.path.parent != places[0]:
-            said += f"\n  move it to {places[0]} before you resume"
+            text += f"\n  move it to {places[0]} before you resume"
     status = run.status()
     with suppress(OSError):  # a full disk
-        more = {key: value for key, value in status.items() if key not in ("state", "message")}
-        run.set_status(status["state"], message=f"{status.get('message', '')}\n  {said}", **more)
-    print(said, file=sys.stderr, flush=True)
+        fields = {key: value for key, value in status.items() if key not in ("state", "message")}
+        run.set_status(status["state"], message=f"{status.get('message', '')}\n  {text}", **fields)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_trainable(plan: Plan) -> None:
-    """Refuse what the trainer cannot run once, not on every rank."""
+    """Raise UserError for a layout that the trainer cannot run, once per host and not on every rank."""
     from phalanx.train.rank_settings import Settings, refuse_layout
 
     on_gpu = plan.cluster.accelerator.family != "cpu"
     settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)
     refuse_layout(plan.job.model, settings)
     if on_gpu:
-        with suppress(Exception):  # imports Triton, which ranks would do for half a second each; they can do without
+        # Imports Triton once per host, not half a second on each rank; training works without it.
+        with suppress(Exception):
             import_module("phalanx.train.guard.sum_kernel")
     if settings.compile:
         from phalanx.train.parallel.compiling import load_compiler
@@ -150,7 +161,7 @@ def _check_trainable(plan: Plan) -> None:
 def _rank_work(
     run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool
 ) -> Work:
-    """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
+    """Import everything that ranks share, and return the function that a forked rank runs on its link."""
     from phalanx.train.worker import Rank
 
     secret = read_secret(run.path / "secret")
@@ -175,4 +186,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # skips torch's clean-up at exit: nothing here needs it, and it takes a second
+    # Skips torch's clean-up at exit: nothing here needs it, and it takes a second.
+    os._exit(code)

@@ -1,7 +1,7 @@
-"""From Python objects to the references that a job carries: the place of a class or function, or its source.
+"""Makes the references of plug-ins that a job carries from Python objects: a place in a file, or source.
 
-A rank is a process of its own and unpickles nothing, so whatever reaches it must be loadable by name, or from the
-source of a notebook or script that the job then carries (`plugins.py` loads both).
+A rank is a separate process and unpickles nothing, so every object must be loadable by name, or from the source of a
+notebook or script that the job then carries (`plugins.py` loads both).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.train.callbacks import Callback
 from phalanx.train.plugins import ATTRIBUTES, STATE
 
 PlanOrJob = TypeVar("PlanOrJob", Plan, Job)
-_WANTED = {  # what each kind may be, besides a reference
+_WANTED = {  # objects allowed for each kind, besides a reference
     "callbacks": "an object or subclass of phalanx.Callback, or a function that makes one",
     "loss": "a function of logits and targets",
     "optimizer": "a class or function that makes an optimizer",
@@ -50,18 +50,19 @@ def attach_plugins(
     model: Any = None,
     metrics: Sequence[Any] = (),
 ) -> PlanOrJob:
-    """The plan or job with these objects as its plug-ins; each may be a reference (text), a class or a function.
+    """Return the plan or job with these objects as its plug-ins.
 
-    Callbacks and data may also be instances whose attributes are JSON values, or that `state_dict()` describes; a
-    `functools.partial` carries keyword arguments. Raises UserError for what cannot reach another process.
+    Each may be a reference (text), a class or a function. Callbacks and data may also be instances whose attributes
+    are JSON values, or that have a `state_dict()`; a `functools.partial` carries keyword arguments. Raises UserError
+    for an object that another process could not load.
     """
     job: Job = plan_or_job.job if isinstance(plan_or_job, Plan) else plan_or_job
     _check_lists(callbacks=callbacks, metrics=metrics)
     writer: _SourceWriter = _SourceWriter(job.plugins.source)
     plugins = dataclasses.replace(
         job.plugins,
-        callbacks=(*job.plugins.callbacks, *(writer.reference(one, "callbacks") for one in callbacks)),
-        metrics=(*job.plugins.metrics, *(writer.reference(one, "metrics") for one in metrics)),
+        callbacks=(*job.plugins.callbacks, *(writer.reference(plugin, "callbacks") for plugin in callbacks)),
+        metrics=(*job.plugins.metrics, *(writer.reference(plugin, "metrics") for plugin in metrics)),
         loss=job.plugins.loss if loss is None else writer.reference(loss, "loss"),
         optimizer=job.plugins.optimizer if optimizer is None else writer.reference(optimizer, "optimizer"),
         data=job.plugins.data if data is None else writer.reference(data, "data"),
@@ -77,7 +78,7 @@ def attach_plugins(
 
 
 def _check_lists(**given: Any) -> None:
-    """A single callback or metric where a list of them belongs is told of, rather than taken apart."""
+    """Raise UserError for a single callback or metric where a list is expected, rather than iterate over it."""
     for key, value in given.items():
         if isinstance(value, str) or not isinstance(value, Iterable):
             shown = repr(value) if isinstance(value, str) else type(value).__name__
@@ -85,21 +86,24 @@ def _check_lists(**given: Any) -> None:
 
 
 def without_plugins(job: Job, keys: Iterable[str]) -> Job:
-    """The job without its plug-ins of these keys, as `attach_plugins` names them, or source that only they used."""
-    several, dropped = ("callbacks", "metrics"), set(keys)
+    """Return the job without its plug-ins of these keys, which are parameters of `attach_plugins`.
+
+    Source that only these plug-ins used is removed too.
+    """
+    list_keys, dropped = ("callbacks", "metrics"), set(keys)
     if not dropped:
         return job
     model = dataclasses.replace(job.model, module="") if "model" in dropped else job.model
-    empty: dict[str, Any] = {key: () if key in several else "" for key in dropped - {"model"}}
+    empty: dict[str, Any] = {key: () if key in list_keys else "" for key in dropped - {"model"}}
     plugins = dataclasses.replace(job.plugins, **empty)
-    left = [model.module, *(text for _, text in list_references(plugins))]
-    if not any(text.startswith(f"{SOURCE_MODULE}:") for text in left):
+    references = [model.module, *(text for _, text in list_references(plugins))]
+    if not any(text.startswith(f"{SOURCE_MODULE}:") for text in references):
         plugins = dataclasses.replace(plugins, source=())
     return dataclasses.replace(job, plugins=plugins, model=model)
 
 
 class _SourceWriter:
-    """Makes references; what lives in no file that can be imported again is gathered as source."""
+    """Makes references, and collects the source of definitions that cannot be imported from a file."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._imports: list[str] = []
@@ -107,11 +111,11 @@ class _SourceWriter:
         self._seen: set[str] = set()
 
     def lines(self) -> list[str]:
-        """The module that the job carries."""
+        """Return the lines of the module that the job carries."""
         return [*self._imports, *self._text]
 
     def reference(self, thing: Any, kind: str) -> str:
-        """The reference of an object; raises UserError for what cannot be a plug-in of that kind."""
+        """Return the reference of an object; raise UserError if it cannot be a plug-in of that kind."""
         if isinstance(thing, str):
             return _found_reference(thing, kind)
         if isinstance(thing, functools.partial):
@@ -128,7 +132,7 @@ class _SourceWriter:
         return self._instance_reference(thing, kind)
 
     def _check_kind(self, thing: Any, kind: str) -> None:
-        """Refuses here what every rank would refuse after it has started."""
+        """Raise UserError here for an object of a wrong type, which every rank would refuse after its start."""
         if inspect.isfunction(thing):
             return
         is_class = inspect.isclass(thing)
@@ -137,7 +141,8 @@ class _SourceWriter:
             fits = issubclass(cls, Callback)
         elif is_class:
             fits = True
-        else:  # values and files of Python itself hold nothing that another process could load
+        else:
+            # Objects of the standard library, such as open files, cannot be loaded in another process.
             fits = cls.__module__.partition(".")[0] not in sys.stdlib_module_names and (
                 kind == "data" or (kind in ("loss", "metrics") and callable(thing))
             )
@@ -146,6 +151,7 @@ class _SourceWriter:
             raise self._plugin_refused(str(thing)[:60], kind, shown, f"give {_WANTED[kind]}")
 
     def _instance_reference(self, thing: Any, kind: str) -> str:
+        """Return the reference of an instance: its class with its attributes or its state_dict()."""
         cls = type(thing)
         place = self._place_reference(cls, kind)
         attributes = getattr(thing, "__dict__", None)
@@ -154,8 +160,9 @@ class _SourceWriter:
         wrong = [name for name, value in (attributes or {}).items() if not _is_json(value)]
         required = [
             name
-            for name, one in inspect.signature(cls).parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            for name, parameter in inspect.signature(cls).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]
         if required or not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
             raise self._plugin_refused(
@@ -167,6 +174,7 @@ class _SourceWriter:
         return self._with_arguments(place, {STATE: self._checked_json(thing.state_dict(), cls, kind)})
 
     def _place_reference(self, thing: Any, kind: str) -> str:
+        """Return the reference of a class or function: its module, its file, or its source in the job."""
         module, name = thing.__module__, thing.__qualname__
         if "<locals>" in name:
             raise self._plugin_refused(
@@ -183,7 +191,7 @@ class _SourceWriter:
         return f"{SOURCE_MODULE}:{name}"
 
     def _add_source(self, thing: Any, kind: str) -> None:
-        """The source of a class or function of a notebook or script, and of what it uses."""
+        """Add the source of a class or function of a notebook or script, and of the names that it uses."""
         if thing.__qualname__ in self._seen:
             return
         self._seen.add(thing.__qualname__)
@@ -201,7 +209,7 @@ class _SourceWriter:
         self._text += ["", "", *text.expandtabs(4).rstrip().splitlines()]
 
     def _add_global(self, name: str, value: Any, user: Any, kind: str) -> None:
-        """A name that the source uses: an import, another definition, or a constant."""
+        """Add a name that the source uses: an import, another definition, or a constant."""
         if name in self._seen or hasattr(builtins, name):
             return
         line = ""
@@ -233,6 +241,7 @@ class _SourceWriter:
         return f"{reference} {json.dumps(dict(arguments))}" if arguments else reference
 
     def _checked_json(self, value: Mapping[str, Any], thing: Any, kind: str) -> dict[str, Any]:
+        """Return the arguments; raise UserError if they cannot be written as JSON."""
         if not _is_json(value):
             raise self._plugin_refused(thing, kind, "with arguments that cannot be written as JSON", "use plain values")
         return dict(value)
@@ -248,7 +257,10 @@ class _SourceWriter:
 
 
 def _found_reference(text: str, kind: str) -> str:
-    """A reference in words, with its file as an absolute path: ranks start in another folder than the caller's."""
+    """Check that a reference can be found, and return it with its file as an absolute path.
+
+    Ranks start in another folder than the caller.
+    """
     key = "model.module" if kind == "model" else f"plugins.{kind}"
     reference = PluginReference.parse(text, key=key)
     if reference.place == SOURCE_MODULE:
@@ -265,33 +277,33 @@ def _found_reference(text: str, kind: str) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether any process here can import a module: not only one started in this folder or beside this script."""
+    """Return True if every process here can import the module, also from another folder or script."""
     top, script = module.partition(".")[0], getattr(sys.modules.get("__main__"), "__file__", None)
-    here = {resolve_path(""), *([resolve_path(script).parent] if script else [])}
-    paths = [one for one in sys.path if one and resolve_path(one) not in here]
+    local_folders = {resolve_path(""), *([resolve_path(script).parent] if script else [])}
+    paths = [entry for entry in sys.path if entry and resolve_path(entry) not in local_folders]
     if top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top, paths) is not None:
         return True
-    editable = [one for one in sys.meta_path if getattr(one, "__module__", "").startswith("__editable__")]
-    return any(one.find_spec(top, None) is not None for one in editable)
+    editable = [entry for entry in sys.meta_path if getattr(entry, "__module__", "").startswith("__editable__")]
+    return any(entry.find_spec(top, None) is not None for entry in editable)
 
 
 def _source_of(thing: Any) -> str:
-    """The source of a class or function, also of a class in a notebook, which `inspect` does not find there."""
+    """Return the source of a class or function, also of a class in a notebook, which `inspect` does not find."""
     try:
         return textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):
-        methods = [one for one in vars(thing).values() if inspect.isfunction(one)] if inspect.isclass(thing) else []
-        for method in methods:  # whose code knows its cell
+        methods = [item for item in vars(thing).values() if inspect.isfunction(item)] if inspect.isclass(thing) else []
+        for method in methods:  # their code objects name the notebook cell
             text = "".join(linecache.getlines(method.__code__.co_filename))
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.ClassDef) and node.name == thing.__name__:
-                    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                    first = min([node.lineno, *(item.lineno for item in node.decorator_list)])
                     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
         raise
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was."""
+    """Return True if JSON gives the value back unchanged."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):

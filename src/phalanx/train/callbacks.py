@@ -1,9 +1,10 @@
 """Callbacks: code that runs at named moments of a training run, in order, with state that checkpoints keep.
 
-A callback subclasses `Callback` and overrides the moments it wants; a moment nobody overrides costs nothing. Every rank
-has its own instance and calls the same moments in the same order, so a callback may use collectives where all ranks
-reach them alike. The trainer's own features (comparison of replicas, telemetry, evaluation, checkpoints) are callbacks
-too: `TrainingContext` lists them. This module imports no torch, so that a job can be prepared where there is none.
+A callback subclasses `Callback` and overrides the moments it wants; a moment without overrides costs nothing. Every
+rank has its own instance and calls the same moments in the same order, so a callback may use collectives if all ranks
+reach them. The trainer's own features (comparison of replicas, telemetry, evaluation, checkpoints) are callbacks too:
+`TrainingContext` lists them. This module does not import torch, so that a job can be prepared where torch is not
+installed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ MOMENTS = (
 
 
 class Callback:
-    """Override the moments you need. `training` is the `TrainingContext`: step, lr, engine, job, plan, events, rank.
+    """Base class of callbacks: override the moments you need.
+
+    `training` is the `TrainingContext`: step, lr, engine, job, plan, events, rank.
 
     >>> class LossLog(Callback):
     ...     def __init__(self, every: int = 10) -> None:
@@ -56,70 +59,73 @@ class Callback:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: JSON values. Each rank keeps its own."""
+        """Return the state that a checkpoint keeps of this callback, as JSON values. Each rank keeps its own."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave; on a changed number of ranks, what rank 0 gave."""
+        """Restore what `state_dict` returned; if the number of ranks has changed, what rank 0 returned."""
 
     def on_start(self, training: TrainingContext) -> None:
-        """Before the first step of this membership; again after every recovery."""
+        """Called before the first step of a membership; again after every recovery."""
 
     def on_resume(self, training: TrainingContext) -> None:
-        """After `on_start`, where the state came from a checkpoint on disk or in memory."""
+        """Called after `on_start`, if the state came from a checkpoint on disk or in memory."""
 
     def on_step_begin(self, training: TrainingContext) -> None:
-        """Before the batch of step `training.step` is fetched; counted in the step's time."""
+        """Called before the batch of step `training.step` is fetched; counted in the step's time."""
 
     def on_gradients_ready(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
-        """This rank's shards of the summed gradients, before their norm; they may be changed in place."""
+        """Called with this rank's shards of the summed gradients, before their norm; may change them in place."""
 
     def on_before_update(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
-        """The gradients as the optimizer gets them: averaged and clipped. Not called for a skipped step."""
+        """Called with the averaged and clipped gradients, as the optimizer gets them. Not for a skipped step."""
 
     def on_after_update(self, training: TrainingContext) -> None:
-        """The weights are updated. Not called for a skipped step."""
+        """Called after the weights are updated. Not for a skipped step."""
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """`report.step` is done and recorded; `training.step` steps are done in all."""
+        """Called when `report.step` is done and recorded; `training.step` is the number of steps done."""
 
     def on_evaluate(self, training: TrainingContext, score: Score) -> None:
-        """The model was evaluated on held-out text."""
+        """Called after the model was evaluated on held-out text."""
 
     def on_checkpoint_taken(self, training: TrainingContext, step: int) -> None:
-        """The state after `step` steps is copied, and is being written."""
+        """Called when the state after `step` steps is copied; it is written from now on."""
 
     def on_checkpoint_saved(self, training: TrainingContext, step: int) -> None:
-        """The checkpoint of `step` is committed."""
+        """Called when the checkpoint of `step` is committed."""
 
     def on_failure(self, training: TrainingContext, error: BaseException) -> None:
-        """Training leaves the loop with an error, here or on another rank. No collectives: peers may be gone."""
+        """Called when training ends with an error, here or on another rank. No collectives: peers may be gone."""
 
     def on_end(self, training: TrainingContext, state: str) -> None:
-        """After the last checkpoint: the run is "done" or "stopped"."""
+        """Called after the last checkpoint; `state` is "done" or "stopped"."""
 
 
 class CallbackList:
-    """Callbacks in the order they are called; an error of one of the user's own names it, the moment, rank and step."""
+    """The callbacks of a run, in the order in which they are called.
+
+    An error of one of the user's own callbacks is raised as SystemFailure with its name, the moment, rank and step.
+    """
 
     def __init__(self, callbacks: Iterable[Callback], *, own: Sequence[Callback] = (), rank: int = 0) -> None:
-        everyone = list(callbacks)
+        ordered = list(callbacks)
         self._own, self._rank = _callbacks_by_name(own), rank
         self._methods = {
             moment: [
-                (one, getattr(one, moment))
-                for one in everyone
-                if getattr(type(one), moment) is not getattr(Callback, moment) or moment in vars(one)
+                (callback, getattr(callback, moment))
+                for callback in ordered
+                if getattr(type(callback), moment) is not getattr(Callback, moment) or moment in vars(callback)
             ]
             for moment in MOMENTS
         }
 
     def wants(self, moment: str) -> bool:
-        """Whether anybody overrides a moment."""
+        """Return True if some callback overrides the moment."""
         return bool(self._methods[moment])
 
     def attach_to(self, engine: Engine, training: TrainingContext) -> None:
-        """Let the engine call the moments inside its step; one that nobody overrides it does not even prepare."""
+        """Set the engine's hooks for moments inside its step; a moment without overrides keeps the empty hook."""
         if self.wants("on_gradients_ready"):
             engine.on_gradients_ready = lambda grads: self.call("on_gradients_ready", training, grads)
         if self.wants("on_before_update"):
@@ -133,25 +139,25 @@ class CallbackList:
             try:
                 method(training, *arguments)
             except Exception as error:
-                name = next((name for name, one in self._own.items() if one is callback), "")
+                name = next((name for name, own_callback in self._own.items() if own_callback is callback), "")
                 if not name or _passes_through(error):
                     raise
                 raise self._callback_failed(name, moment, f"step {training.step:,}", error) from error
 
     def call_after_failure(self, training: TrainingContext, error: BaseException) -> list[str]:
-        """`on_failure` of every callback; what goes wrong in one is told, and hides neither the error nor the rest."""
+        """Call `on_failure` of every callback; return a message for each that raises itself."""
         problems = []
         for callback, method in self._methods["on_failure"]:
             try:
                 method(training, error)
-            except Exception as second:
+            except Exception as failure:
                 problems.append(
-                    f"callback {type(callback).__name__} failed in on_failure: {type(second).__name__}: {second}"
+                    f"callback {type(callback).__name__} failed in on_failure: {type(failure).__name__}: {failure}"
                 )
         return problems
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every callback of the user's own, by name."""
+        """Return the state of each of the user's own callbacks, by name."""
         states = {}
         for name, callback in self._own.items():
             try:
@@ -161,7 +167,7 @@ class CallbackList:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Hand every callback of the user's own its state, where the checkpoint has one."""
+        """Restore the user's own callbacks for which the checkpoint has a state."""
         for name, callback in self._own.items():
             if states.get(name):
                 try:
@@ -177,7 +183,7 @@ class CallbackList:
 
 
 def _callbacks_by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """By class name, the second of a class as "Name 2": what checkpoints and messages call them."""
+    """Return callbacks by class name, the second of a class as "Name 2"; checkpoints and messages use these names."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         name, count = type(callback).__name__, 1
@@ -189,5 +195,5 @@ def _callbacks_by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def _passes_through(error: Exception) -> bool:
-    """Whether an error is not the callback's own: our own, the end of the membership, or a lost peer."""
+    """Return True for errors that are not the callback's: PhalanxError, the end of the membership, a lost peer."""
     return isinstance(error, PhalanxError | Interrupted) or failure_of(0, error, step=-1).is_consequence

@@ -1,4 +1,4 @@
-"""Checkpoints as a callback: when one is due, the copy in host memory, the save on disk, and what the events say."""
+"""Checkpoints as a callback: copies in host memory, saves on disk when one is due, and their events."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-LAST_SAVES = 1_000_000  # attempts of the last save are numbered from here: the saver counts those before
+# The last save's attempts are numbered from here; smaller numbers are those of AsyncSaver.
+LAST_SAVES = 1_000_000
 
 
 class Checkpointing(Callback):
-    """Comes last among callbacks, so that what it saves holds the state of all others after the same step."""
+    """The callback that saves checkpoints; it is called last, so that it saves the state of all other callbacks."""
 
     def __init__(self, training: TrainingContext) -> None:
         control, plan = training.control, training.plan
         self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
         self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
-        # A name for this start of the job that all ranks share and no earlier start had.
+        # A name of this start of the job, the same on all ranks and different from that of every earlier start.
         number = torch.tensor([time.time_ns() // 1000], device=training.engine.device)
         dist.broadcast(number, src=0)
         self._attempt = f"{int(number.item()):x}"
@@ -61,44 +62,55 @@ class Checkpointing(Callback):
             now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
         )
         self._saved_step = self._writing_step = -1
-        self._has_written = False  # the last save: not where another model replica did
-        self._reason = ""  # why the save that is being written was made
-        self._failed: tuple[int, SystemFailure] | None = None  # the newest save that failed, with its step
+        # True if this rank's replica wrote the last save, not another model replica.
+        self._has_written = False
+        self._reason = ""  # reason of the save that is being written
+        # The newest save that failed, with its step.
+        self._failed: tuple[int, SystemFailure] | None = None
         self._copied_step = -1  # newest step of which this rank made a copy in memory
         self.safe_step = -1  # newest step whose copy is safe in memory on every rank
-        self.copy_s: float | None = None  # for which the copy after the last step held the training up
+        # Seconds that the last copy in memory delayed training.
+        self.copy_s: float | None = None
         self._save_requested = False
-        self.needs_memory = False  # no copy was taken yet, and fresh memory costs more to touch than to fill
+        # True until host memory is reserved: touching fresh memory takes longer than copying into it.
+        self.needs_memory = False
 
     def _trusted_step(self) -> int:
-        """Steps done before the present streak of skipped ones: the newest checkpoint up to there is kept."""
+        """Return the number of steps done before the present streak of skipped steps.
+
+        The newest checkpoint up to that step is kept.
+        """
         return self._training.skipped_steps.trusted_step
 
     def request_save(self) -> None:
-        """Save after the next step: one rank that asks is enough."""
+        """Request a checkpoint after the next step; the request of one rank is enough."""
         self._save_requested = True
 
     # ---- around a step ---------------------------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether this rank wants a save: rank 0's clock decides, and all ranks hear of it with the step's numbers."""
+        """Return True if this rank requests a save: by `request_save`, or on rank 0 by the clock.
+
+        All ranks learn of the request with the step's numbers.
+        """
         is_first = dist.get_rank() == 0 and self._is_lead
         return self._save_requested or (is_first and self._interval.due(time.monotonic()))
 
     @property
     def _is_lead(self) -> bool:
-        """Whether this rank's replica saves: one is enough."""
+        """True if this rank's model replica saves; only one replica does."""
         across = self._training.engine.across
         return across is None or across.is_lead
 
     def is_copy_unsafe(self) -> bool:
-        """Whether this rank's newest copy in memory has not reached its replica yet."""
+        """Return True unless this rank's newest copy in memory has also reached its replica on another host."""
         return self._keeper is None or self._copied_step < 0 or self._keeper.safe_step < self._copied_step
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Tell of the save that ended, copy to memory, and save where some rank asked for it."""
+        """Record the save that ended, copy the state to host memory, and save if some rank requested it."""
         self.tell_saved()
-        if self.needs_memory:  # not before the first step: gigabytes take seconds, and CUDA waits for some of them
+        # Not before the first step: reserving gigabytes takes seconds, for some of which CUDA calls wait.
+        if self.needs_memory:
             self._reserve_memory(checkpoint_shards(training.engine))
         self._copy_to_memory(training)
         if report.result.requests[StepRequest.SAVE]:
@@ -106,23 +118,24 @@ class Checkpointing(Callback):
             self.save("interval")
 
     def _reserve_memory(self, shards: Sequence[TensorShard]) -> None:
+        """Allocate the host memory that copies and saves of these shards need."""
         self.needs_memory = False
         if self._keeper is not None:
             self._keeper.reserve(shards)
         self.saver.reserve(shards)
 
     def confirm_copies(self, copied_step: int, requests: tuple[bool, ...]) -> None:
-        """No rank said that its copy, of `copied_step`, was unsafe."""
+        """Record that the copies of `copied_step` are safe on every rank, unless a rank requested COPY_UNSAFE."""
         if not requests[StepRequest.COPY_UNSAFE]:
             self.safe_step = copied_step
 
     @property
     def copied_step(self) -> int:
-        """Newest step of which this rank made a copy in memory."""
+        """Newest step of which this rank has made a copy in memory."""
         return self._copied_step
 
     def _copy_to_memory(self, training: TrainingContext) -> None:
-        """Copy the state to host memory: what a lost rank is restored from."""
+        """Copy the state to host memory, if this step is due; a lost rank is restored from such copies."""
         step, keeper, every = training.step, self._keeper, self._memory_every
         if keeper is None or not every or (step % every and step not in self._leaves_at):
             return
@@ -139,7 +152,7 @@ class Checkpointing(Callback):
             self._copied_step = step
 
     def _checkpoint_meta(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors, the same on every rank."""
+        """Return a checkpoint's metadata that is the same on every rank."""
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
         meta = checkpoint_meta(
@@ -150,14 +163,18 @@ class Checkpointing(Callback):
         return meta if position is None else {**meta, "data_position": position}
 
     def _rank_meta(self) -> dict[str, Any]:
-        """The same of each rank."""
+        """Return a checkpoint's metadata of this rank."""
         states = self._training.callbacks.state_dict()
         return {**checkpoint_rank_meta(self._training.engine), **({"callbacks": states} if states else {})}
 
     # ---- on disk ---------------------------------------------------------------------------------------------------
 
     def save(self, reason: str) -> None:
-        """Save this step. `reason` says who wanted it: only saves of the "interval" tell how often a run saves."""
+        """Save this step, unless it is saved already.
+
+        `reason` is recorded; only saves with the reason "interval" count when a report computes how often the run
+        saves.
+        """
         training = self._training
         step, asynchronous = training.step, training.job.checkpoint.asynchronous
         if step == self._saved_step:
@@ -172,11 +189,12 @@ class Checkpointing(Callback):
         meta, rank_meta = self._checkpoint_meta(), self._rank_meta()
         try:
             self.saver.save(step=step, shards=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
-        except SystemFailure as error:  # of the save before; this one has begun
+        except SystemFailure as error:  # from the previous save; this one has begun
             self.tell_unsaved(self._writing_step, error)
         self._writing_step, self._reason = step, reason
         if not asynchronous:
-            self.saver.finish()  # training stands still until it is written: what went wrong `tell_saved` tells
+            # Training waits until it is written; `tell_saved` records errors.
+            self.saver.finish()
         blocked_s = time.monotonic() - began_s
         self._interval.saved(now_s=began_s, blocked_s=blocked_s)
         training.events.write(
@@ -194,25 +212,29 @@ class Checkpointing(Callback):
             self.tell_saved(wait=True)
 
     def forget_unwritten(self) -> None:
-        """A model replica was lost, perhaps the one that was to write the last save: it is not known to be saved."""
+        """Treat the last save as not made, unless this rank's replica wrote it.
+
+        Called when a model replica was lost, perhaps the one that was to write that save.
+        """
         if not self._has_written:
             self._saved_step = -1
 
     def tell_saved(self, *, wait: bool = False) -> None:
-        """Record a checkpoint once it is on the disk, or that it will never be."""
+        """Record the end of the save in progress, if it has ended: committed or failed. `wait` waits for it."""
         if self._writing_step < 0 or (self.saver.busy and not wait):
             return
-        written, self._writing_step = self._writing_step, -1
+        step, self._writing_step = self._writing_step, -1
         try:
             saved = self.saver.wait()
         except SystemFailure as error:
-            self.tell_unsaved(written, error)
+            self.tell_unsaved(step, error)
             return
         if saved is not None:
             self._interval.persisted(saved.seconds)
             self._tell_commit(saved)
 
     def _tell_commit(self, saved: SavedCheckpoint) -> None:
+        """Record a committed checkpoint, and the older ones that were deleted."""
         self._training.events.write(
             "checkpoint",
             step=saved.step,
@@ -234,18 +256,26 @@ class Checkpointing(Callback):
         self._training.callbacks.call("on_checkpoint_saved", self._training, saved.step)
 
     def tell_unsaved(self, step: int, error: SystemFailure) -> None:
-        """A save that failed is told, and tried again when the next is due; the one before it is intact."""
+        """Record a save that failed.
+
+        It is tried again when the next save is due; the checkpoint before it is intact.
+        """
         self._saved_step = -1
-        text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
+        # The library of an object store may quote its keys.
+        text = redact(str(error), os.environ).splitlines()[0]
         self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
         self._failed = (step, error)
 
     # ---- leaving ---------------------------------------------------------------------------------------------------
 
     def save_last(self, reason: str) -> None:
-        """The run ends after this: a save that fails now is tried again, then elsewhere, and is an error."""
+        """Save the state with which the run ends.
+
+        A save that fails is tried again, then written elsewhere; if that fails too, it raises.
+        """
         training = self._training
-        if self._failed_at(training.step) is None:  # else the interval's save of this very step has failed
+        # Unless the interval's save of this very step has failed.
+        if self._failed_at(training.step) is None:
             self.save(reason)
             self.tell_saved(wait=True)
         error = self._failed_at(training.step)
@@ -266,12 +296,13 @@ class Checkpointing(Callback):
         self._tell_commit(replace(saved, seconds=time.monotonic() - began_s))
 
     def _failed_at(self, step: int) -> SystemFailure | None:
+        """Return the error of the save of `step`, or None if it did not fail."""
         return self._failed[1] if self._failed is not None and self._failed[0] == step else None
 
     def _write_to(
         self, shards: Sequence[TensorShard], place: Location, number: int, timeout_s: float
     ) -> SavedCheckpoint:
-        """This rank's part of the last step, while training stands still."""
+        """Write this rank's part of the last step to `place`, while training waits."""
         training = self._training
         return save_checkpoint(
             place,
@@ -290,7 +321,10 @@ class Checkpointing(Callback):
         )
 
     def leave_membership(self) -> None:
-        """Leave only with the step safe in memory everywhere; where no copy is there, on the disk."""
+        """Wait until the step is safe in the memory of every rank, before the ranks leave the membership.
+
+        Without a copy in memory of this step it is saved on disk.
+        """
         training, keeper, step = self._training, self._keeper, self._training.step
         training.timeouts.lengthen()
         if keeper is None or self._copied_step != step:
@@ -298,13 +332,17 @@ class Checkpointing(Callback):
             self.tell_saved(wait=True)
         else:
             until_s = time.monotonic() + training.job.fault.dead_after_s
-            while keeper.safe_step < step and time.monotonic() < until_s:  # else the next membership takes an older one
+            # Otherwise the next membership would restore an older step.
+            while keeper.safe_step < step and time.monotonic() < until_s:
                 time.sleep(0.001)
         dist.barrier()
 
 
 def _since_last_commit(folder: Run, went_s: float | None) -> float:
-    """Seconds that nothing was saved in this launch: a new membership does not set the clock back."""
+    """Return the seconds of this launch during which nothing was saved.
+
+    A new membership within the launch does not reset that clock.
+    """
     now_s = time.time()
     steps = folder.saved_steps()
     saved_s = folder.saved_at(max(steps)) if steps else 0.0

@@ -1,8 +1,8 @@
-"""How long ranks wait for each other: long until steps are steady and while training pauses, short between.
+"""Timeouts of collectives: long until steps are steady and while training pauses, short in between.
 
-A collective takes its timeout when it is begun, so a change holds for all that follow; gloo's sends and receives (of
-pipelines on CPUs) keep what their group was made with: there the supervisor finds who is stuck. torch gives groups of
-some ranks its own default (30 minutes, 2.13), whatever the group of all was made with.
+A collective takes its timeout when it begins, so a change applies to all later ones. gloo's sends and receives (of
+pipelines on CPUs) keep the timeout with which their group was made; there the coordinator finds the rank that hangs.
+torch gives groups of some ranks its own default (30 minutes, 2.13), whatever the group of all ranks was made with.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-WARM_UP_STEPS = 5  # of a membership, before its steps count as steady: as NVIDIA's resiliency extension
+# Steps of a membership before its steps count as steady; as in NVIDIA's resiliency extension.
+WARM_UP_STEPS = 5
 
 
 def set_collective_timeouts(seconds: float) -> None:
-    """Let every collective that is begun from now on give up after so long, in all groups of this rank."""
+    """Set the timeout of every collective that begins from now on, in all groups of this rank."""
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class CollectiveTimeouts(Callback):
-    """Follows the steps of one membership, and changes the timeout where what is waited for changes."""
+    """The callback that sets the collectives' timeout by the steps of one membership."""
 
     def __init__(
         self,
@@ -48,34 +49,36 @@ class CollectiveTimeouts(Callback):
 
     @classmethod
     def of(cls, plan: Plan) -> CollectiveTimeouts:
-        """Of a planned job."""
+        """Return the timeouts of a planned job."""
         job = plan.job
         steady_s, auto = steady_timeout_s(job, plan.prediction), job.train.timeout_s == "auto"
-        if auto:  # whoever is silent is found by the supervisor, which knows more than that a wait was long
+        # A silent rank is found by the coordinator, which knows more than a timeout.
+        if auto:
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)
 
     def on_start(self, training: TrainingContext) -> None:
-        """All groups are made: none is to wait for longer than the job says."""
+        """Apply the first timeout to all groups, which are made by now."""
         self._apply(self.timeout_s)
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """A step is done: after a few of them waits are short."""
+        """Count the step; after a few steps the timeout is short."""
         self.count_step(report.duration_s)
 
     def lengthen(self) -> None:
-        """Ranks evaluate or save, each at its own pace: until the next step is done they may wait long."""
+        """Allow long waits until the next step is done: ranks evaluate or save, each at its own pace."""
         self._set_timeout(max(self._first_s, self._steady_s))
 
     def count_step(self, seconds: float) -> None:
-        """A step took so long."""
+        """Count a step of `seconds`, and set the timeout that follows from the steps so far."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
-            # The first may compile. A prediction that is too low must not end a run that is only slow.
+            # Without the first step, which may compile. The slowest measured step counts because a prediction that is
+            # too low must not end a run that is only slow.
             self._slowest_s = max(self._slowest_s, seconds if self._steps > 1 else 0.0)
         if self._steps >= WARM_UP_STEPS:
-            seen_s = bounded_timeout_s(self._slowest_s) if self._measured else 0.0
-            self._set_timeout(max(self._steady_s, seen_s))
+            measured_s = bounded_timeout_s(self._slowest_s) if self._measured else 0.0
+            self._set_timeout(max(self._steady_s, measured_s))
 
     def _set_timeout(self, seconds: float) -> None:
         if seconds != self.timeout_s:

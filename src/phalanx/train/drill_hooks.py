@@ -1,4 +1,4 @@
-"""Places of a rank where a drill may step in. Outside of drills each is an empty call."""
+"""Hooks at which a drill can inject faults into a rank; outside of drills each does nothing."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ if TYPE_CHECKING:
 
 
 class DrillHooks:
-    """Does nothing. Only `drill.inject.Injector` takes its place."""
+    """Hooks that do nothing; in a drill `drill.inject.Injector` replaces them."""
 
-    records_samples = False  # whether step events list the samples they learnt from
+    records_samples = False  # True if step events list the samples of their batch
 
     def joining(self, generation: int, rank: int, world: int) -> None:
-        """Before this rank of a new generation meets the others; `world` counts the ranks of the job."""
+        """Called before this rank meets the others of a new generation; `world` is the number of ranks of the job."""
 
     def restoring(self, generation: int, rank: int) -> None:
-        """Before it takes up its state."""
+        """Called before this rank restores its state."""
 
     def step_begins(self, step: int) -> None:
-        """Before the batch is fetched."""
+        """Called before the batch is fetched."""
 
     def targets(self, step: int, targets: Tensor) -> Tensor:
-        """The targets that this rank learns from in a step, in place of its own."""
+        """Return the targets that this rank learns from in a step, instead of `targets`."""
         return targets
 
     def gradients(self, step: int, grads: Sequence[Tensor]) -> None:
-        """The summed gradients this rank holds, before their norm is agreed on; may be changed in place."""
+        """Called with this rank's summed gradients, before their norm is computed; may change them in place."""
 
     def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
-        """After the optimizer, before the digest and the copy in memory; may be changed in place."""
+        """Called after the update, before digest and copy in memory; may change weights and moments in place."""
 
     def save_point(self, name: str) -> None:
-        """A point of `checkpoint.save`, perhaps in its thread."""
+        """Called at the named point of `save_checkpoint`, perhaps in the thread that saves."""
 
     def heartbeat_allowed(self) -> bool:
-        """Whether this rank may say that it lives."""
+        """Return True if this rank may send heartbeats."""
         return True
 
 
 class DrillFaults(Callback):
-    """Calls the hooks of a drill at the moments of a step; without a drill there is none to call."""
+    """The callback that calls a drill's hooks at the moments of a step."""
 
     def __init__(self, hooks: DrillHooks) -> None:
         self._hooks = hooks
 
     def on_step_begin(self, training: TrainingContext) -> None:
-        """Kill, stop or slow this rank."""
+        """Call the hook that may kill, stop or slow this rank."""
         self._hooks.step_begins(training.step)
 
     def on_gradients_ready(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
-        """Poison gradients."""
+        """Call the hook that may damage gradients."""
         self._hooks.gradients(training.step, gradients)
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Damage weights or moments."""
+        """Call the hook that may damage weights or moments."""
         self._hooks.updated(report.step, training.engine.shards, training.engine.optimizer.state())
 
 
 def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:
-    """The injector where the launcher says that this is a drill and there is a schedule; else nothing.
+    """Return the injector if the launch record marks a drill and the run has a fault schedule, else empty hooks.
 
-    Two conditions, so that a file that strays into a run folder never hurts a real run.
+    Both are required, so that a stray file in a run folder never injects faults into a real run.
     """
     if run.launch().get("drill") is not True:
         return DrillHooks()

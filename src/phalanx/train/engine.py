@@ -1,10 +1,15 @@
-"""One optimizer step under any layout: forward and backward over the micro-batches, one small agreement, one update.
+"""The engine: one optimizer step of this rank's model, under any layout.
+
+A step runs forward and backward over the micro-batches, sums a few numbers over all ranks (loss, valid tokens,
+squared gradient norm, requests), and updates the weights.
 
 The loss of a step is the sum over all valid tokens of the global batch, divided by their number. Backward runs on the
-sum divided by the batch's size in tokens (known beforehand); how many of those were valid is agreed on together with
-the gradient norm, and the quotient joins the clipping factor. So a step needs one small collective, not three.
+sum divided by the batch's size in tokens, which is known beforehand; the number of valid tokens is summed over the
+ranks together with the gradient norm, and the correction is multiplied into the clipping factor. So a step needs one
+small collective, not three.
 
-B sequences of this data rank, S tokens of a sequence on this context rank.
+Shapes in tensor names: B sequences of this data rank, S tokens of a sequence on this context rank, L tokens of a
+whole sequence, P parameters.
 """
 
 from __future__ import annotations
@@ -57,7 +62,11 @@ from phalanx.train.telemetry.noise import NoiseScale, noise_of_step
 
 
 class Engine:
-    """Builds this rank's part of a model and steps it. Every rank of the job builds one and calls it in step."""
+    """This rank's stages of the model, its optimizer and the exchange of gradients.
+
+    Every rank of the job builds an engine and calls the same methods in the same order, since most of them use
+    collectives.
+    """
 
     def __init__(
         self,
@@ -71,12 +80,14 @@ class Engine:
         across: AcrossReplicas | None = None,
     ) -> None:
         self.shape, self.settings, self.device = shape, settings, device
-        self.across = across  # other replicas, each a world of its own; None where all ranks are one world
+        # The other model replicas, each a torch world of its own; None where all ranks are one world.
+        self.across = across
         self._clip, self._read = optim.clip, read
         self.dims = ParallelDims.of(settings.layout)
         self.meshes: Meshes = build_meshes(self.dims, device.type, experts=shape.is_moe)
         if settings.compile:
-            from phalanx.train.parallel.compiling import prepare_compiler  # it imports dynamo, which takes seconds
+            # Imported only here: it imports dynamo, which takes seconds.
+            from phalanx.train.parallel.compiling import prepare_compiler
 
             prepare_compiler(self.meshes)
         # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
@@ -85,14 +96,14 @@ class Engine:
             loss = torch.compile(loss, backend=settings.compile_backend)
         self.parts: list[ModelStage] = build_stages(shape, settings, self.meshes, device)
         self.held: list[StageTensor] = stage_tensors(self.parts, self.meshes, tied=shape.tied)
-        self._trained = [held for held in self.held if held.trained]
+        self._trained = [stage_tensor for stage_tensor in self.held if stage_tensor.trained]
         self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
-        parameters = [held for held in self.held if held.is_parameter]
+        parameters = [stage_tensor for stage_tensor in self.held if stage_tensor.is_parameter]
         self.masters = MasterWeights(parameters, settings)
         pairs = list(zip(self.masters.shards, parameters, strict=True))
-        self.shards: list[TensorShard] = [one for one, held in pairs if held.trained]
-        self._frozen: list[TensorShard] = [one for one, held in pairs if not held.trained]
-        # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
+        self.shards: list[TensorShard] = [shard for shard, stage_tensor in pairs if stage_tensor.trained]
+        self._frozen: list[TensorShard] = [shard for shard, stage_tensor in pairs if not stage_tensor.trained]
+        # Weight decay is for matrices: norms and biases, of Phalanx's models and of a user's network, are not decayed.
         matrices = {shard.name for shard in self.shards if len(shard.shape) > 1}
         self._scales = parameter_scales(shape, settings.scale, optimizer=optim.name)
         self.optimizer: Optimizer = build_optimizer(
@@ -106,17 +117,18 @@ class Engine:
             scales=self._scales,
         )
         self.kernels = StepKernels()
-        if across is None:  # other replicas could not be asked what they measured
+        # Not with model replicas: they do not share measurements, and could choose different kernels.
+        if across is None:
             self.kernels = choose_kernels(self.optimizer, self._stage_models(), settings, device, world=self.dims.world)
-        self.peer_state: list[
-            TensorShard
-        ] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
-        # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
+        # State of the outer optimizer of peers on slow links (slow_links/outer_optimizer.py).
+        self.peer_state: list[TensorShard] = []
+        # The part of a restored checkpoint that is not the engine's: states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
         self.outline: NetworkOutline | None = next(
             (m.outline for m in self._stage_models() if isinstance(m, OwnStage)), None
         )
-        self.first_rank_buffers: set[str] = set()  # changed by forward; the first data rank's value counts for all
+        # Buffers that forward changes: the value of the first data rank is copied to all.
+        self.first_rank_buffers: set[str] = set()
         self._buffers = None
         if self.outline is not None:
             self._buffers = BufferExchange(self._stage_models(), self.meshes.group("data"))
@@ -128,7 +140,8 @@ class Engine:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self.compression = GradientCompression(self.exchange, self._stage_models(), settings)
         self.listener = None
-        if across is None:  # else the noise of a replica's gradient would be taken for that of all
+        # Not with model replicas: the noise of one replica's gradient would be taken for that of all.
+        if across is None:
             self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._stage_models())
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device, compiled=settings.compile)
@@ -144,15 +157,20 @@ class Engine:
             clock=self.clock,
             device=device,
         )
-        # Called in every step: by callbacks of the loop.
-        self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
-        self.average_over_peers: Callable[[Sequence[torch.Tensor]], bool] = lambda grads: False  # True: means by now
-        self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
+        # Hooks that are called in every step; callbacks and peers replace them.
+        # The summed gradients, before their norm is computed.
+        self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None
+        # Replaces the gradients by their mean over peers on slow links; returns True if it did.
+        self.average_over_peers: Callable[[Sequence[torch.Tensor]], bool] = lambda grads: False
+        # The gradients as the optimizer gets them: averaged and clipped.
+        self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None
         self.on_after_update: Callable[[], None] = lambda: None
-        # 1 where memory changed since the last update; None where nobody compares it.
+        # Returns 1 if this rank's memory changed since the last update, else 0; None where memory is not compared.
         self.compare_memory: Callable[[], torch.Tensor | None] = lambda: None
-        self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
-        self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
+        # Returns True if this rank knows of model replicas that come back.
+        self.wants_round: Callable[[], bool] = lambda: False
+        # Steps whose gradient norm is a spike are skipped; factor 0 finds none.
+        self.spikes = SpikeDetector(0.0)
 
     def _stage_models(self) -> list[torch.nn.Module]:
         return [part.model for part in self.parts]
@@ -160,7 +178,7 @@ class Engine:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def initialise(self) -> None:
-        """First values of every weight and buffer. Every rank must call this together."""
+        """Set every weight and buffer to its first value. Every rank must call this together."""
         if self.outline is not None:
             self._take_own(list(self.outline.tensors))
             return
@@ -169,7 +187,10 @@ class Engine:
         self.publish()
 
     def initialise_unsaved(self) -> None:
-        """First values of what no checkpoint holds: for an engine that is restored. Every rank must call this."""
+        """Set the first values of buffers that no checkpoint holds, before a checkpoint is restored.
+
+        Every rank must call this together.
+        """
         if self.outline is None:
             self._clear_buffers()
         elif self.outline.unsaved:
@@ -181,7 +202,7 @@ class Engine:
                 buffer.zero_()
 
     def _take_own(self, names: Sequence[str]) -> None:
-        """Values as the user's own constructor makes them, of these tensors."""
+        """Set the named tensors to the values that the constructor of the user's own network gives them."""
         assert self.outline is not None
         settings = self.settings
         values = whole_values(self.shape, self.outline, names, seed=settings.seed, allow_code=settings.allow_code)
@@ -190,44 +211,55 @@ class Engine:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the optimizer's weights to where the model reads them, where the two are not the same storage.
+        """Copy the optimizer's weights to the model's parameters, where the two are not the same storage.
 
-        Buffers are now what all ranks have.
+        Also records that all ranks now have the same buffers.
         """
         self.masters.copy_to_model()
         if self._buffers is not None:
             self._buffers.remember()
 
     def weights(self) -> list[TensorShard]:
-        """The model as the optimizer sees it, frozen weights and buffers included."""
-        buffers = [held.shard(held.local) for held in self.held if not held.is_parameter]
+        """Return the weights as the optimizer stores them, with frozen weights and buffers."""
+        buffers = [
+            stage_tensor.shard(stage_tensor.local) for stage_tensor in self.held if not stage_tensor.is_parameter
+        ]
         return [*self.shards, *self._frozen, *buffers]
 
     def state(self) -> list[TensorShard]:
-        """Everything a checkpoint must hold: weights, buffers, optimizer state."""
+        """Return everything that a checkpoint holds.
+
+        These are weights, buffers, the optimizer's state, and the state that peers on slow links share.
+        """
         return [*self.weights(), *self.optimizer.state(), *self.peer_state]
 
     def at_rest(self) -> list[TensorShard]:
-        """What must be the same before an update as after the last one: the state and the model's copies, as stored."""
-        resting = [*self.weights(), *self.optimizer.stored(), *self.masters.model_copies]
-        return [shard for shard in resting if not shard.moves]
+        """Return the shards that must not change between two updates, as they are stored.
+
+        These are weights, optimizer state and the model's copies of the weights; not buffers that forward changes.
+        """
+        shards = [*self.weights(), *self.optimizer.stored(), *self.masters.model_copies]
+        return [shard for shard in shards if not shard.moves]
 
     def changed_unsaved(self) -> list[str]:
-        """Buffers that no checkpoint holds and that are no longer what the constructor made them."""
+        """Return the names of buffers that no checkpoint holds and that forward has changed since construction."""
         return self._buffers.changed_unsaved() if self._buffers is not None else []
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """What gradient compression carries over to the next step: this rank's own, in this layout."""
+        """Return the errors that gradient compression carries over to the next step.
+
+        They belong to this rank in this layout.
+        """
         return self.compression.state()
 
     def take_carried(self, state: Mapping[str, torch.Tensor], unit: float) -> None:
-        """Go on with what `carried` gave when gradients were in `unit`."""
+        """Restore what `carried` returned, from a time when gradients were multiplied by `unit`."""
         self.micro_batches.unit = unit
         self.compression.load(state)
 
     @property
     def unit(self) -> float:
-        """What the last gradients were multiplied by; 0 before the first."""
+        """The factor by which the last gradients were multiplied; 0 before the first step."""
         return self.micro_batches.unit
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -240,17 +272,26 @@ class Engine:
         lr: float,
         requests: Callable[[], Sequence[bool]] = lambda: NO_REQUESTS,
     ) -> StepResult:
-        """Learn from this data rank's part of the global batch; `requests` is asked late, and heard by all ranks."""
+        """Take one optimizer step on this data rank's part of the global batch.
+
+        Every rank must call this together. `requests` returns this rank's requests by StepRequest; it is called as
+        late as possible, and the result holds the requests of all ranks.
+
+        Raises MemoryChanged if the memory of some rank changed since the last update, and ReplicaLost if a model
+        replica was lost in this step. In both cases no rank has updated anything.
+        """
         with self.clock.observe_waits():
             return self._run_step(tokens_BS, targets_BS, lr=lr, requests=requests)
 
     def _run_step(
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, requests: Callable[[], Sequence[bool]]
     ) -> StepResult:
-        sent = self.bytes_sent
+        """Do the work of `step`, inside the clock's record of waits."""
+        sent_before = self.bytes_sent
         self.clock.begin()
         if self.listener is not None:
             self.listener.norms.begin()
+        # Known without a collective: every data rank has the same number of sequences.
         batch_sequences = tokens_BS.shape[0] * self.data_ranks
         batch_tokens = batch_sequences * self.settings.sequence
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -259,72 +300,79 @@ class Engine:
         tokens_BS, targets_BS = self._own_slices(tokens_BS), self._own_slices(targets_BS)
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         with self.clock.phase("other"):
-            moved = self._buffers_changed(loss_sum)
+            buffer_flags = self._buffers_changed(loss_sum)
             grads = self._gradients()
+            # Called after backward, so that a request made meanwhile is met in this step.
             flags = [*requests(), *([self.wants_round()] if self.across is not None else [])]
-            said, lost = self._own_numbers(loss_sum, targets_BS, requests=flags), []
+            own_numbers, lost_flags = self._own_numbers(loss_sum, targets_BS, requests=flags), []
             if self.across is not None:
-                # Each place in a replica adds up its gradients and its numbers with the same place in the others.
+                # Each rank sums its gradients and numbers with the ranks at the same place in the other replicas.
                 with self.clock.stall():
-                    is_whole = self.across.sum([*grads, said])
-                lost.append(torch.full_like(loss_sum, float(not is_whole)))
+                    is_complete = self.across.sum([*grads, own_numbers])
+                lost_flags.append(torch.full_like(loss_sum, float(not is_complete)))
             is_mean = self.average_over_peers(grads)
             self.on_gradients_ready(grads)
-            # As late as can be before the weights are used up. No rank waits to hear it: it is read with the numbers.
-            rested = self.compare_memory()
-            resting = [] if rested is None else [rested]
+            # As late as possible before the update. The result stays on the device until the sums below are read.
+            memory_flag = self.compare_memory()
+            memory_flags = [] if memory_flag is None else [memory_flag]
             norm_squared = squared_norm(self.shards, grads)
-            heard = self._noise_numbers(targets_BS, grads, norm_squared)
-        numbers = self._sum_over_ranks(norm_squared, said, heard=[*lost, *resting, *moved, *heard])
+            noise_numbers = self._noise_numbers(targets_BS, grads, norm_squared)
+        numbers = self._sum_over_ranks(
+            norm_squared, own_numbers, heard=[*lost_flags, *memory_flags, *buffer_flags, *noise_numbers]
+        )
         self.clock.settle()
-        squared, loss, valid, *rest = self._read(numbers)
-        wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
+        # In the order in which they were concatenated; this read is where the host waits for the device.
+        squared, loss, valid, *counts = self._read(numbers)
+        request_counts, extra = counts[: len(StepRequest)], counts[len(StepRequest) :]
         is_round_due = was_lost = has_changed = 0.0
         if self.across is not None:
-            is_round_due, was_lost, *more = more
-        if resting:
-            has_changed, *more = more
+            is_round_due, was_lost, *extra = extra
+        if memory_flags:
+            has_changed, *extra = extra
+        # Every rank has the same sums, so all raise, skip or update alike.
         if has_changed or was_lost:
             self.clear_gradients()
             self.clock.end()
             raise MemoryChanged if has_changed else ReplicaLost
-        moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
+        buffer_counts, noise_sums = extra[: len(buffer_flags)], extra[len(buffer_flags) :]
+        # Backward summed losses × scale / batch_tokens; the factor makes that their mean over the valid tokens.
         factor = 1.0 if is_mean else batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         finite = math.isfinite(norm)
         skipped = not finite or self.spikes.is_spike(norm)
         with self.clock.phase("optimizer"):
             if not skipped:
-                clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch's clip_grad_norm_
+                # 1e-6 as torch's clip_grad_norm_
+                clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
                 self._update_weights(grads, factor * clip, lr)
             self.clear_gradients()
             self.experts.finish(learn=not skipped)
-            if any(moved_by_all):
+            if any(buffer_counts):
                 self._exchange_buffers()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=finite)
-        noise = None if skipped else noise_of_step(heard_by_all, valid=valid, factor=factor)
+        noise = None if skipped else noise_of_step(noise_sums, valid=valid, factor=factor)
         self.noise.take(noise, norm)
-        timed = self.clock.end()
+        timing = self.clock.end()
         return StepResult(
             loss=loss / valid if valid else math.nan,
             tokens=int(valid),
             grad_norm=norm,
             skipped=skipped,
-            requests=tuple(count > 0 for count in wanted),
-            compute_s=timed.compute_s,
-            wait_s=timed.wait_s,
-            cpu_s=timed.cpu_s,
-            core_wait_s=timed.core_wait_s,
-            bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
+            requests=tuple(count > 0 for count in request_counts),
+            compute_s=timing.compute_s,
+            wait_s=timing.wait_s,
+            cpu_s=timing.cpu_s,
+            core_wait_s=timing.core_wait_s,
+            bytes_sent=None if sent_before is None or self.bytes_sent is None else self.bytes_sent - sent_before,
             noise=noise,
             noise_samples=self.noise.samples,
-            phases=timed.phases,
+            phases=timing.phases,
             is_round_due=bool(is_round_due),
         )
 
     def evaluate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> tuple[float, int]:
-        """(summed loss in nats, valid tokens) over every data rank's sequences."""
+        """Return (summed loss in nats, valid tokens) over every data rank's sequences."""
         loss, valid = self.evaluate_sums(tokens_BS, targets_BS)
         return loss, int(valid)
 
@@ -332,7 +380,10 @@ class Engine:
     def evaluate_sums(
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, metrics: Sequence[TokenSum] = ()
     ) -> tuple[float, ...]:
-        """Cross-entropy in nats, valid tokens, then each metric, summed over every data rank's sequences."""
+        """Evaluate the model and return the sums over every data rank's sequences.
+
+        The first is the cross-entropy in nats, the second the number of valid tokens, then one sum per metric.
+        """
         tokens_BS, targets_BS = self._own_slices(tokens_BS), self._own_slices(targets_BS)
         for part in self.parts:
             part.model.eval()
@@ -342,40 +393,41 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        others = [one if self._speaks_for_losses else zero for one in sums[1:]]
-        said = self._own_numbers(sums[0], targets_BS, requests=NO_REQUESTS)
-        numbers = self._read(self._sum_over_ranks(zero, said, heard=others))
+        metric_sums = [metric_sum if self._speaks_for_losses else zero for metric_sum in sums[1:]]
+        own_numbers = self._own_numbers(sums[0], targets_BS, requests=NO_REQUESTS)
+        numbers = self._read(self._sum_over_ranks(zero, own_numbers, heard=metric_sums))
         return (*numbers[1:3], *numbers[3 + len(NO_REQUESTS) :])
 
     @property
     def data_ranks(self) -> int:
-        """Data ranks of the job, whether their replicas are present or not."""
+        """Data ranks of the job in all model replicas, present or not."""
         return self.dims.data * (self.across.replicas.count if self.across is not None else 1)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the `data_ranks`."""
         before = self.across.replica * self.dims.data if self.across is not None else 0
         return before + self.meshes.index("data")
 
     def _own_slices(self, whole_BL: torch.Tensor) -> torch.Tensor:
-        """This context rank's slices of the sequences."""
+        """Return this context rank's slices of whole sequences, on the device."""
         whole_BL = whole_BL.to(self.device, non_blocking=True)
         if self.dims.context == 1:
             return whole_BL
         return split_sequence(whole_BL, self.meshes.index("context"), self.dims.context, dim=1)
 
     def trial_pass(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> TrialPass:
-        """Forward and backward over the first micro-batch, of a pipeline over one for each of its ranks.
+        """Run forward and backward on the first micro-batches, without an update.
 
-        Nothing is learnt from it, and gradients are summed uncompressed: rounded to eight bits, two that are all but
-        equal lie far apart. Every rank must call this; the caller puts back what forward changes
-        (`guard.compiled.restore_after`).
+        One micro-batch is used, in a pipeline one per pipeline rank. Gradients are summed uncompressed: compression
+        rounds them to eight bits, after which two gradients that are almost equal may differ by a whole rounding
+        step. Every rank must call this; the caller restores what forward changes (`guard.compiled.restore_after`).
         """
         micro = self.settings.layout.micro_batch
         count = min(tokens_BS.shape[0] // micro, self.dims.pipeline)
         if self.settings.reproducible:
-            count = 1 << (count.bit_length() - 1)  # every rank holds a whole subtree of the sum
+            # A power of two: in reproducible sums every rank holds a whole subtree.
+            count = 1 << (count.bit_length() - 1)
         tokens_BS, targets_BS = tokens_BS[: count * micro], targets_BS[: count * micro]
         batch_sequences = count * micro * self.dims.data
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -401,36 +453,51 @@ class Engine:
         )
 
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
-        """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
-        if self.unit and unit != self.unit:  # errors that compression carries over are in the unit of the last step
+        """Accumulate gradients of `unit` × the summed loss; return the summed loss of this rank."""
+        # Errors that compression carries over are in the unit of the last step.
+        if self.unit and unit != self.unit:
             self.compression.rescale(unit / self.unit)
         self.micro_batches.unit = unit
         return self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The summed gradient of every shard, in the optimizer's order; zeros where a parameter took no part."""
-        found = []
-        for held, shard in zip(self._trained, self.shards, strict=True):
-            grad = self.exchange.gradient(held.tensor) if self.exchange is not None else local_gradient(held.tensor)
-            found.append(torch.zeros_like(held.local, dtype=shard.tensor.dtype) if grad is None else grad)
+        """Return the summed gradient of every shard, in the optimizer's order.
+
+        Parameters that took no part in the step have zeros.
+        """
+        grads = []
+        for stage_tensor, shard in zip(self._trained, self.shards, strict=True):
+            grad = (
+                self.exchange.gradient(stage_tensor.tensor)
+                if self.exchange is not None
+                else local_gradient(stage_tensor.tensor)
+            )
+            grads.append(torch.zeros_like(stage_tensor.local, dtype=shard.tensor.dtype) if grad is None else grad)
         if self._tied is not None:
-            self._tied.sum(self._trained, found)
-        return found
+            self._tied.sum(self._trained, grads)
+        return grads
 
     def more_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of `unit` × the summed loss of further sequences, in the middle of a step; on every rank."""
+        """Return gradients of `unit` × the summed loss of further sequences, in the middle of a step.
+
+        Clears the gradients of the step. Every rank must call this together.
+        """
         self.clear_gradients()
         self.micro_batches.accumulate_gradients(self._own_slices(tokens_BS), self._own_slices(targets_BS))
         return self._gradients()
 
     def _buffers_changed(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Whether forward changed buffers of a user's own network here; nothing for our own, which have none such."""
+        """Return one flag on the device: 1 if forward changed a buffer of the user's own network on this rank.
+
+        Empty for Phalanx's own models, whose buffers forward does not exchange.
+        """
         if self._buffers is None:
             return []
         self._buffers.settle()
         return [self._buffers.changed(like)]
 
     def _exchange_buffers(self) -> None:
+        """Copy buffers that forward changed from the first data rank to all; raise if runs must be reproducible."""
         assert self._buffers is not None
         names = self._buffers.exchange()
         self.first_rank_buffers.update(names)
@@ -445,7 +512,10 @@ class Engine:
     def _noise_numbers(
         self, targets_BS: torch.Tensor, grads: Sequence[torch.Tensor], squared: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What this rank adds to the estimate of the gradient's noise. Without context ranks sequences are whole."""
+        """Return this rank's contributions to the estimate of the gradient's noise.
+
+        Empty where noise is not measured, as with context ranks: here `targets_BS` are whole sequences.
+        """
         if self.listener is None:
             return []
         return self.listener.own_numbers(
@@ -460,30 +530,37 @@ class Engine:
 
     @property
     def _speaks_for_losses(self) -> bool:
-        """Whether this rank speaks for the losses and tokens of its sequences."""
+        """True if this rank counts the losses and tokens of its sequences.
+
+        Of the ranks that compute the same sequences, only one that holds the head, at tensor rank 0, counts them.
+        """
         return any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
 
     def _own_numbers(
         self, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, requests: Sequence[bool]
     ) -> torch.Tensor:
-        """What this rank adds to the step's numbers: summed loss, valid tokens, and its requests."""
+        """Return this rank's terms of the step's sums: summed loss, valid tokens, and its requests as 0 or 1."""
         valid = (targets_BS != IGNORED).sum().double() if self._speaks_for_losses else torch.zeros_like(loss_sum)
         loss = loss_sum if self._speaks_for_losses else torch.zeros_like(loss_sum)
-        flags = [torch.full_like(loss_sum, float(one)) for one in requests]
+        flags = [torch.full_like(loss_sum, float(request)) for request in requests]
         return torch.stack([loss, valid, *flags])
 
     def _sum_over_ranks(
         self, squared: torch.Tensor, said: torch.Tensor, *, heard: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """Sum the step's few numbers over all ranks, `heard` behind: the only collective that every rank joins."""
-        behind = [torch.stack(list(heard))] if heard else []
-        numbers = torch.cat([squared.to(self.device).view(1), said, *behind])
+        """Sum the step's few numbers over all ranks, `heard` at the end.
+
+        This is the only collective of a step that every rank joins.
+        """
+        extra = [torch.stack(list(heard))] if heard else []
+        numbers = torch.cat([squared.to(self.device).view(1), said, *extra])
         if self.dims.world > 1:
             dist.all_reduce(numbers)
         return numbers
 
     @torch.no_grad()
     def _update_weights(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
+        """Scale the gradients by `factor` and update the weights, with the hooks before and after."""
         scale_gradients(grads, factor)
         self.on_before_update(grads)
         self.masters.update(self.optimizer, self.shards, grads, lr)
@@ -495,7 +572,7 @@ class Engine:
         return self.compression.bytes_sent
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of a step, whether it was learnt from or not."""
-        for held, shard in zip(self._trained, self.shards, strict=True):
-            held.tensor.grad = None
+        """Release the gradients of a step, whether it updated the weights or not."""
+        for stage_tensor, shard in zip(self._trained, self.shards, strict=True):
+            stage_tensor.tensor.grad = None
             shard.tensor.grad = None

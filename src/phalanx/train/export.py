@@ -1,4 +1,4 @@
-"""A run's weights for others: Hugging Face safetensors, config and tokenizer, from a checkpoint of any layout.
+"""Exports a run's weights: Hugging Face safetensors, config and tokenizer, from a checkpoint of any layout.
 
 A network of the user's own is written under the names of its state_dict(), buffers included.
 """
@@ -33,23 +33,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenWeights:
-    """What was written."""
+    """The exported step and the files written."""
 
     step: int
     files: tuple[str, ...]
     bytes: int
-    warnings: tuple[str, ...] = ()  # newer checkpoints that are gone or damaged
+    warnings: tuple[str, ...] = ()  # about newer checkpoints that are missing or damaged
 
 
 def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> WrittenWeights:
-    """Write the weights of one checkpoint; the newest when no step is named."""
+    """Write the weights of one checkpoint to `out`; of the newest intact one if no step is given."""
     folder = open_run(run)
     plan = Plan.from_json(folder.plan_text(), where=str(folder.plan_json))
     damaged: list[str] = []
-    found = [one for one in sound_checkpoints(folder.checkpoints, damaged) if step is None or one.step == step]
-    found, foreign = own_first(found, folder.run_id)
-    if not found:
-        steps = ", ".join(f"{one:,}" for one in folder.saved_steps()) or "none"
+    checkpoints = [
+        checkpoint
+        for checkpoint in sound_checkpoints(folder.checkpoints, damaged)
+        if step is None or checkpoint.step == step
+    ]
+    checkpoints, foreign = own_first(checkpoints, folder.run_id)
+    if not checkpoints:
+        steps = ", ".join(f"{checkpoint:,}" for checkpoint in folder.saved_steps()) or "none"
         why = "; ".join(text.splitlines()[0] for text in damaged)
         raise mistake(
             run,
@@ -59,25 +63,31 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
         )
     try:
         if plan.job.model.module:
-            _save_own(found[0], plan.job.model, out, DTYPES[dtype])
+            _save_own(checkpoints[0], plan.job.model, out, DTYPES[dtype])
         else:
-            state = {name: _cast_floats(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
+            state = {
+                name: _cast_floats(tensor, DTYPES[dtype]) for name, tensor in read_state(checkpoints[0].path).items()
+            }
             save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     except DamagedCheckpoint as error:
-        raise _with_older_step(error, run, out, folder.saved_steps(), found[0].step) from error
+        raise _with_older_step(error, run, out, folder.saved_steps(), checkpoints[0].step) from error
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     _add_checksums(out)
     files = tuple(sorted(path.name for path in out.iterdir()))
-    warnings = [text for one, text in foreign.items() if one is found[0] or one.step > found[0].step]
+    warnings = [
+        text
+        for checkpoint, text in foreign.items()
+        if checkpoint is checkpoints[0] or checkpoint.step > checkpoints[0].step
+    ]
     if step is None:
-        newest, there = folder.committed_step(), folder.saved_steps()
-        if newest is not None and newest > found[0].step and newest not in there:
-            what = f"the checkpoint of step {newest:,} was saved, and is gone: step {found[0].step:,} is exported"
+        newest, saved_steps = folder.committed_step(), folder.saved_steps()
+        if newest is not None and newest > checkpoints[0].step and newest not in saved_steps:
+            what = f"the checkpoint of step {newest:,} was saved, and is gone: step {checkpoints[0].step:,} is exported"
             warnings.append(Problem(where=str(folder.checkpoints), what=what).render())
-        if damaged and there and max(there) > found[0].step:
-            warnings += [f"{text}\n  step {found[0].step:,} is exported instead" for text in damaged]
+        if damaged and saved_steps and max(saved_steps) > checkpoints[0].step:
+            warnings += [f"{text}\n  step {checkpoints[0].step:,} is exported instead" for text in damaged]
     return WrittenWeights(
-        step=found[0].step,
+        step=checkpoints[0].step,
         files=files,
         bytes=sum((out / name).stat().st_size for name in files),
         warnings=tuple(warnings),
@@ -87,8 +97,8 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
 def _with_older_step(
     error: DamagedCheckpoint, run: str, out: Path, steps: Sequence[int], step: int
 ) -> DamagedCheckpoint:
-    """The same, with what to type to export the checkpoint before."""
-    older = max((one for one in steps if one < step), default=None)
+    """Return the error with the command that exports the checkpoint before as its fix."""
+    older = max((saved_step for saved_step in steps if saved_step < step), default=None)
     fix = "the run has no older checkpoint: restore this one from a copy"
     if older is not None:
         fix = f"export the one before it: phalanx export {run} {out} --step {older}"
@@ -96,7 +106,10 @@ def _with_older_step(
 
 
 def _add_checksums(out: Path) -> None:
-    """SHA256SUMS over all files: `sha256sum -c SHA256SUMS`, or `phalanx checkpoints OUT --checksum`, checks a copy."""
+    """Write SHA256SUMS over all files.
+
+    `sha256sum -c SHA256SUMS`, or `phalanx checkpoints OUT --checksum`, verifies a copy.
+    """
     try:
         names = sorted(path.name for path in out.iterdir() if path.is_file() and path.name != CHECKSUMS)
         write_checksums(out, {name: file_sha256(out / name) for name in names if not name.startswith(".")})
@@ -105,13 +118,13 @@ def _add_checksums(out: Path) -> None:
 
 
 def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:
-    """Weights in `dtype`; buffers as they are, since running statistics and tables are ruined by fewer bits."""
+    """Write the user's own network: weights in `dtype`, buffers unchanged, since fewer bits ruin running statistics."""
     names: Any = checkpoint.meta.get("own") or {}  # checkpoints before 0.7 have none
-    tied = {str(other): str(first) for other, first in names.get("tied", {}).items()}
+    tied = {str(alias): str(first) for alias, first in names.get("tied", {}).items()}
     buffers = {str(name) for name in names.get("buffers", ())}
     state = {}
-    for ours, tensor in read_state(checkpoint.path).items():
-        name = ours.removeprefix(PREFIX)
+    for stored_name, tensor in read_state(checkpoint.path).items():
+        name = stored_name.removeprefix(PREFIX)
         state[name] = tensor if name in buffers else _cast_floats(tensor, dtype)
     save_named(state, out, tied=tied)
     reported = {
@@ -124,11 +137,11 @@ def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dty
 
 
 def _add_tokenizer(out: Path, dataset: TokenDataset) -> None:
-    """The tokenizer, and in both configs which token ends a text, so that `generate` stops."""
+    """Write the tokenizer, and the end-of-text token into both configs, so that `generate` stops."""
     shutil.copyfile(dataset.tokenizer_path, out / "tokenizer.json")
     added = json.loads(dataset.tokenizer_path.read_text(encoding="utf-8")).get("added_tokens", [])
     end = next((str(token["content"]) for token in added if token["id"] == dataset.end_of_text), None)
-    if (out / "config.json").is_file():  # not of a network of the user's own
+    if (out / "config.json").is_file():  # a network of the user's own has none
         config = json.loads((out / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": dataset.end_of_text}
         replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}

@@ -1,9 +1,9 @@
-"""One rank among those that torchrun, srun, mpirun or Kubernetes started; `launchers.py` finds which.
+"""One task of those that torchrun, srun, mpirun or Kubernetes started; `launchers.py` finds its rank.
 
-Every task starts an agent with one slot, as a host of its own, and waits for it: the rank is the agent's child. So
-recovery, heartbeats, incidents, in-memory replicas and telemetry are those of a run that `phalanx train` started by
-itself, and a rank that is lost is replaced without the launcher noticing. What remains the launcher's: whether the
-other tasks live on when it loses one of its own, and whether it starts that again. There are no spare hosts.
+Every task starts an agent with one slot, as its own host of the run, and waits for it: the rank is the agent's child
+process. So recovery, heartbeats, incidents, in-memory replicas and telemetry are the same as in a run of `phalanx
+train`, and a lost rank is replaced without the launcher noticing. The launcher still decides whether the other tasks
+live on when it loses a task, and whether it starts that task again. There are no spare hosts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
-MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it comm.init_timeout_s, is known
-REFUSAL_S = 10.0  # for the others to read that rank 0 could not prepare the run
+# Timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet.
+MEETING_S = 300.0
+# Time for the other ranks to read that rank 0 could not prepare the run.
+REFUSAL_S = 10.0
 
 
 def run_joined_rank(
@@ -62,24 +64,25 @@ def run_joined_rank(
     environ: Mapping[str, str] = os.environ,
     agent: Sequence[str] = AGENT,
 ) -> tuple[LaunchOutcome, tuple[Plan, Run] | None]:
-    """Train as this one rank; how the run ended, and on rank 0 the plan and the run.
+    """Train as this one rank; return how the run ended and, on rank 0, the plan and the run.
 
-    Rank 0 calls `prepare` and names the run folder to the others. `watch` gives what rank 0 calls often, to show how it
-    goes. `call` is the command line: ranks that were called otherwise than rank 0 are refused.
+    Rank 0 calls `prepare` and sends the run folder to the other ranks. `watch` returns a function that rank 0 calls
+    often to show progress. `call` is the command line: a rank whose command line differs from rank 0's is refused.
     """
     with collected_signals() as stop_requests:
         store = _meeting_store(place, environ)
         _agree_on_call(store, place, call)
-        own = _introduce_host(store, place)
+        host = _introduce_host(store, place)
         plan, run = (
             _prepare_for_all(store, place, prepare) if place.rank == 0 else (None, _run_of_first(store, place.rank))
         )
         try:
-            own = _complete_host(store, place, own, run)
+            host = _complete_host(store, place, host, run)
             outcome = tend_agents(
                 run,
-                hosts=(own,),
-                environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # CUDA is not started before the fork
+                hosts=(host,),
+                # Keeps torch from starting CUDA in the agent, before it forks the rank.
+                environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 tick=watch(plan, run) if plan is not None else lambda: None,
                 asked=lambda count: None,
                 stop_requests=stop_requests,
@@ -93,7 +96,7 @@ def run_joined_rank(
 
 
 def _leave_reason(run: Run, rank: int, error: BaseException) -> None:
-    """What goes wrong before the agents are at work is left in the run folder, too."""
+    """Write an error from before the agents started into the run folder: error file, log and status."""
     write_error(run, rank, error, step=-1)
     with run.log(rank).open("a", encoding="utf-8") as log:
         log.write(redact(traceback.format_exc(), os.environ))
@@ -102,28 +105,28 @@ def _leave_reason(run: Run, rank: int, error: BaseException) -> None:
 
 
 def _introduce_host(store: Store, place: RankPlace) -> HostSpec:
-    """This task as a host of the run, told to rank 0: the machine it is on, and its address there."""
+    """Return this task as a host of the run, and publish its machine and address in the store."""
     machine, address = platform.node() or "localhost", address_towards(place.address)
     last = place.world - 1
     if is_loopback_host(address) and place.rank != last and not place.one_host:
         # The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is the one that leads
         # to a rank elsewhere.
-        other = json.loads(store.get(f"host/{last}"))
-        address = address_towards(other["address"]) if other["machine"] != machine else address
+        last_host = json.loads(store.get(f"host/{last}"))
+        address = address_towards(last_host["address"]) if last_host["machine"] != machine else address
     store.set(f"host/{place.rank}", json.dumps({"machine": machine, "address": address}))
-    local = place.local_rank if place.local_rank is not None else place.rank
-    task = LauncherTask(local_rank=local, local_world=place.local_world or (place.world if place.one_host else 1))
+    local_rank = place.local_rank if place.local_rank is not None else place.rank
+    task = LauncherTask(local_rank=local_rank, local_world=place.local_world or (place.world if place.one_host else 1))
     return HostSpec(name=f"{machine}:{place.rank}", slots=1, address=address, task=task)
 
 
 def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple[Plan, Run]]) -> tuple[Plan, Run]:
-    """Rank 0 prepares the run and tells the others its folder, or that it failed."""
+    """Prepare the run on rank 0, and publish its folder in the store, or an empty text if that failed."""
     try:
         cards: list[dict[str, Any]] = [json.loads(store.get(f"host/{rank}")) for rank in range(place.world)]
         machines = {f"{card['machine']}:{rank}": str(card["machine"]) for rank, card in enumerate(cards)}
         plan, run = prepare()
-        given = plan.job.fault.interface
-        addresses = [str(given or card["address"]) for card in cards]
+        interface = plan.job.fault.interface
+        addresses = [str(interface or card["address"]) for card in cards]
         if len(set(machines.values())) > 1 and any(is_loopback_host(address) for address in addresses):
             raise mistake(
                 f"rank {next(rank for rank, address in enumerate(addresses) if is_loopback_host(address))}",
@@ -137,7 +140,8 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
         prepare_launch(run, hosts, world=place.world, machines=machines, launcher=place.launcher)
     except BaseException:
         store.set("run", "")
-        with suppress(Exception):  # the store ends with this process: let the others read why they end too
+        # The store ends with this process: let the other ranks read the refusal first.
+        with suppress(Exception):
             store.wait([f"refused/{rank}" for rank in range(1, place.world)], timedelta(seconds=REFUSAL_S))
         raise
     store.set("run", str(run.path.resolve()))
@@ -145,7 +149,10 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
 
 
 def _complete_host(store: Store, place: RankPlace, own: HostSpec, run: Run) -> HostSpec:
-    """With the address that the job wants, and whether tasks share GPUs; raises on all where nobody allowed that."""
+    """Return this host with the address that the job sets, and with the answer whether its tasks share GPUs.
+
+    Raises on every rank if tasks share GPUs that the job does not allow to be shared.
+    """
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     own, machine = replace(own, address=plan.job.fault.interface or own.address), discover()
     assert own.task is not None
@@ -163,31 +170,31 @@ def _complete_host(store: Store, place: RankPlace, own: HostSpec, run: Run) -> H
 
 
 def _meeting_store(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """The store where ranks find each other; rank 0 holds it, unless the launcher already does."""
+    """Return the store in which ranks find each other; rank 0 creates it, unless the launcher already has."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     if place.derived:
         _require_known(place)
-    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holds = place.rank == 0 and not held
+    launcher_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = place.rank == 0 and not launcher_has_store
     try:
         store = TCPStore(
             place.address,
             place.port,
             place.world,
-            is_master=holds,
+            is_master=is_master,
             timeout=timedelta(seconds=MEETING_S),
             wait_for_workers=False,
-            master_listen_fd=_loopback_socket(place) if holds else None,
+            master_listen_fd=_loopback_socket(place) if is_master else None,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise _no_meeting(place.address, place.port, place.rank, str(error)) from error
-    # torchrun keeps its store when it starts the ranks again; what the ranks before wrote must not be taken for news.
+    # torchrun keeps its store when it starts the ranks again; keys of the earlier attempt must not be read again.
     return PrefixStore(f"phalanx/attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _require_known(place: RankPlace) -> None:
-    """The name of a node leads to an address; torch would look it up for five minutes."""
+    """Raise SystemFailure if the first node's name has no address; torch would try to resolve it for five minutes."""
     try:
         socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -202,24 +209,27 @@ def _require_known(place: RankPlace) -> None:
 
 
 def _loopback_socket(place: RankPlace) -> int | None:
-    """A socket that only this host reaches, where the address says so: torch itself would listen on every address."""
+    """Return a socket that only this host reaches, if the address is a loopback address, else None.
+
+    torch itself would listen on all addresses of the host.
+    """
     try:
         if not ipaddress.ip_address(place.address).is_loopback:
             return None
     except ValueError:  # a name: torch looks it up
         return None
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((place.address, place.port))
-        bound.listen(1024)
-        return bound.detach()
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((place.address, place.port))
+        listener.listen(1024)
+        return listener.detach()
 
 
 def _agree_on_call(store: Store, place: RankPlace, call: Sequence[str]) -> None:
-    """Every rank is there once, and all were started by the same command with the same number of ranks.
+    """Check that every rank exists once, and that all were started by the same command with the same world size.
 
-    Rank 0 waits for all answers before it makes anything: ranks that never come, or belong to another run, leave no
+    Rank 0 waits for all answers before it creates anything: ranks that never come, or belong to another run, leave no
     folder behind.
     """
     rank = place.rank
@@ -243,6 +253,7 @@ def _agree_on_call(store: Store, place: RankPlace, call: Sequence[str]) -> None:
 
 
 def _call_disagreement(place: RankPlace, *, theirs: int, same_call: bool) -> Problem | None:
+    """Return the problem if this rank's world size or command line differs from rank 0's, else None."""
     where = f"rank {place.rank}"
     if theirs != place.world:
         return Problem(
@@ -262,7 +273,7 @@ def _call_disagreement(place: RankPlace, *, theirs: int, same_call: bool) -> Pro
 
 
 def _hear_all(store: Store, place: RankPlace) -> None:
-    """The answer of every other rank; raises the first refusal, or names who did not come."""
+    """Wait for the answer of every other rank; raise the first refusal, or an error that names the missing ranks."""
     names = [f"answer/{rank}" for rank in range(1, place.world)]
     try:
         if names:
@@ -284,6 +295,7 @@ def _hear_all(store: Store, place: RankPlace) -> None:
 
 
 def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
+    """Return the error for a store that cannot be created or reached."""
     lines = text.strip().splitlines() or ["no reason given"]
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return SystemFailure(
@@ -305,7 +317,7 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
 
 
 def _run_of_first(store: Store, rank: int) -> Run:
-    """The run that rank 0 made."""
+    """Wait for the run folder that rank 0 made; raise SystemFailure if it could not prepare the run."""
     try:
         answer = store.get("run").decode("utf-8")
         if not answer:
@@ -320,7 +332,9 @@ def _run_of_first(store: Store, rank: int) -> Run:
 
 
 def _visible_folder(path: Path, rank: int) -> Path:
-    until = time.monotonic() + 30.0  # a network file system shows a new folder late
+    """Wait up to 30 s until the run folder is visible here; raise SystemFailure if it is not."""
+    # A network file system shows a new folder late.
+    until = time.monotonic() + 30.0
     while not (path / "plan.json").is_file():
         if time.monotonic() > until:
             raise SystemFailure(
@@ -336,7 +350,7 @@ def _visible_folder(path: Path, rank: int) -> Path:
 
 
 def check_world(plan: Plan, place: RankPlace) -> None:
-    """As many ranks were started as the plan has places."""
+    """Raise UserError unless the launcher started as many ranks as the plan needs."""
     needed, world = plan.layout.devices, place.world
     bound, cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
     if needed < world and plan.cluster.accelerator.family == "cpu" and 0 < bound < cores:

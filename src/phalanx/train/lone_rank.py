@@ -1,8 +1,8 @@
-"""A run of one rank in this very process, without agent and coordinator: for sweeps of many tiny runs.
+"""Trains a run of one rank in this process, without agent and coordinator; for sweeps of many tiny runs.
 
-An ordinary run needs an agent, a coordinator and a rank, each a process that imports torch. Here a process that has
-imported it once trains one run after the other. The run folder, its events and checkpoints are the same; what is
-missing is whoever would start a failed rank again.
+An ordinary run needs an agent, a coordinator and a rank, each a process that imports torch. Here one process that has
+imported it trains one run after the other. The run folder, its events and checkpoints are the same; only a failed
+rank is not started again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-SMOOTH = 0.9  # of the running mean of the loss
+SMOOTH = 0.9  # weight of the past in the running mean of the loss
 PATIENCE = 20  # steps before a loss is judged
 WORSE_THAN_GUESSING = 0.5  # nats above ln(vocabulary)
 RISEN = 1.0  # nats above the lowest running mean
@@ -54,10 +54,10 @@ def train_lone_rank(
     peers: Callable[[EventWriter], PeerTraining] | None = None,
     allow_code: bool = False,
 ) -> str:
-    """Train a run of one rank here, from its newest checkpoint on; "done", or "stopped" after `stop` said so.
+    """Train a run of one rank in this process, from its newest checkpoint; return "done" or "stopped".
 
-    `sharers` processes like this one share the cores. `peers` makes this one of several peers on slow links. Whatever
-    fails is left in the folder and raised.
+    `stop` returns True to end the run early. `sharers` processes share the cores of this machine. `peers` makes this
+    rank one of several peers on slow links. Errors are recorded in the run folder and raised.
     """
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     assert plan.layout.devices == 1, "a lone rank trains the whole model"
@@ -88,12 +88,16 @@ def train_lone_rank(
 
 
 def _tell(progress: Callable[[int], None], step: int, phase: Phase) -> None:
+    """Call `progress` with the steps done, in the training phase only."""
     if phase == Phase.TRAINING:
         progress(step)
 
 
 def start_from_trunk(run: Run, trunk: Run, step: int) -> bool:
-    """Give a new run the checkpoint of `step` of another, whose first steps are its own; whether there is one."""
+    """Copy the checkpoint of `step` of run `trunk` into a new run, whose first steps are the same.
+
+    Returns False if the trunk has no such checkpoint, or the run already has one.
+    """
     source, target = Path(trunk.checkpoints) / commit_name(step), Path(run.checkpoints) / commit_name(step)
     if list_commits(run.checkpoints) or not source.is_dir():
         return False
@@ -105,22 +109,22 @@ def start_from_trunk(run: Run, trunk: Run, step: int) -> bool:
 
 
 class SweepWatch(Callback):
-    """Keeps what a sweep wants of a run: its last score, a checkpoint where its decay begins, and an early end."""
+    """The callback of a sweep's run: keeps its last score, saves at its decay, and stops it if it diverges."""
 
     def __init__(self, *, save_at: int = 0) -> None:
         self.save_at = save_at
         self.score: Score | None = None
-        self.diverged = ""  # why
+        self.diverged = ""  # reason, or ""
         self.loss = math.nan
         self._mean, self._lowest, self._seen = 0.0, math.inf, 0
 
     def on_step_begin(self, training: TrainingContext) -> None:
-        """A save that is asked for here is made with the step that follows."""
+        """Request a checkpoint before the step after which it is to be saved."""
         if self.save_at and training.step == self.save_at - 1:
             training.save()
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Stop a run that is lost."""
+        """Stop a run whose loss is not finite, worse than guessing, or has risen far."""
         self.loss = report.result.loss
         self._seen += 1
         if not math.isfinite(self.loss):
@@ -139,9 +143,10 @@ class SweepWatch(Callback):
             self._give_up(training, f"loss rose from {self._lowest:.2f} to {self._mean:.2f} by step {report.step:,}")
 
     def on_evaluate(self, training: TrainingContext, score: Score) -> None:
-        """The last one counts."""
+        """Keep the score; the last one counts."""
         self.score = score
 
     def _give_up(self, training: TrainingContext, why: str) -> None:
+        """Record why the run diverged, and stop it."""
         self.diverged = self.diverged or why
         training.stop()

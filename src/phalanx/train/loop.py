@@ -1,4 +1,4 @@
-"""The training loop: a batch, a step, and the callbacks that look at it. Everything else a run does is a callback."""
+"""The training loop: a batch, a step, and the callbacks after it. All other features of a run are callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from phalanx.train.training_context import TrainingContext
 
 
 def run_training(training: TrainingContext, first: int) -> str:
-    """Take every step from `first` on; "done", or "stopped" or "reform" when all ranks were asked to leave."""
+    """Take every step from `first` on and return how it ended.
+
+    "done": all steps are taken. "stopped": a rank asked to stop. "reform": the ranks leave this membership, and
+    training continues in the next. Errors are passed to the callbacks' on_failure and raised.
+    """
     try:
         return _run_steps(training, first)
     except BaseException as error:
@@ -24,15 +28,16 @@ def run_training(training: TrainingContext, first: int) -> str:
 
 
 def _run_steps(training: TrainingContext, first: int) -> str:
-    total, leaving = training.batch_plan.steps, ""
+    """Take the steps; reconnect model replicas where one was lost or came back."""
+    num_steps, end_state = training.batch_plan.steps, ""
     training.step = first
     training.events.write(
-        "run_start", step=first, steps=total, world=training.world_size, epoch=training.control.generation
+        "run_start", step=first, steps=num_steps, world=training.world_size, epoch=training.control.generation
     )
     training.callbacks.call("on_start", training)
     if first:
         training.callbacks.call("on_resume", training)
-    while training.step < total and not leaving:
+    while training.step < num_steps and not end_state:
         try:
             report = take_step(training)
             training.step += 1
@@ -45,42 +50,46 @@ def _run_steps(training: TrainingContext, first: int) -> str:
             training.step = training.control.peers.catch_up(training, str(error))
             continue
         except LeavingGroup:
-            leaving = "stopped"
+            end_state = "stopped"
             continue
         except MemoryChanged:
             raise training.comparison.memory_changed(training) from None
-        leaving = _leaving_state(training, report.result)
+        end_state = _leaving_state(training, report.result)
         training.control.progress(training.step, Phase.TRAINING)
-        if report.result.is_round_due and not leaving:
+        if report.result.is_round_due and not end_state:
             _regroup_replicas(training)
-        elif leaving == "reform" and not _are_replicas_here(training):
+        elif end_state == "reform" and not _are_replicas_here(training):
             _regroup_replicas(training)
-            leaving = ""  # the request stands, and is met with the next step
-    if leaving == "reform" and training.step < total:
+            end_state = ""  # the request is repeated with the next step
+    if end_state == "reform" and training.step < num_steps:
         training.checkpoints.leave_membership()
-        return leaving
-    return _finish_run(training, "stopped" if leaving and training.step < total else "done")
+        return end_state
+    return _finish_run(training, "stopped" if end_state and training.step < num_steps else "done")
 
 
 def take_step(training: TrainingContext) -> StepReport:
-    """One step: its batch, its learning rate, the engine; every rank hears what any rank asks for."""
+    """Take one step: fetch its batch, compute its learning rate, run the engine, and confirm copies in memory."""
     step, checkpoints = training.step, training.checkpoints
     timer = training.telemetry.begin_step(step)
-    training.callbacks.call("on_step_begin", training)  # within the step: what a drill slows down is slow
+    training.callbacks.call(
+        "on_step_begin", training
+    )  # inside the timer: a rank that a drill slows down must measure as slow
     with timer.data():
         tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
         targets = training.control.hooks.targets(step, targets)
-    seen = training.batch_plan.tokens_before(step + 1)
-    training.lr = learning_rate(training.job.optim, tokens_seen=seen, total_tokens=training.plan.duration.tokens)
-    copied_step = checkpoints.copied_step  # of which this rank's request speaks
+    tokens_seen = training.batch_plan.tokens_before(step + 1)
+    training.lr = learning_rate(training.job.optim, tokens_seen=tokens_seen, total_tokens=training.plan.duration.tokens)
+    # The step that this rank's request COPY_UNSAFE refers to.
+    copied_step = checkpoints.copied_step
     with timer.engine():
         result = training.engine.step(tokens, targets, lr=training.lr, requests=training.rank_requests)
-    training.control.check()
+    training.control.check()  # the result may come from an aborted collective
     checkpoints.confirm_copies(copied_step, result.requests)
     return timer.report(result, lr=training.lr)
 
 
 def _leaving_state(training: TrainingContext, result: StepResult) -> str:
+    """Return "stopped" or "reform" if this step was the last of the membership, else ""."""
     if result.requests[StepRequest.STOP]:
         return "stopped"
     is_left = result.requests[StepRequest.REFORM] or training.step in training.control.leaves_at
@@ -88,30 +97,38 @@ def _leaving_state(training: TrainingContext, result: StepResult) -> str:
 
 
 def _are_replicas_here(training: TrainingContext) -> bool:
+    """Return True if every model replica of this round has done as many steps as this one."""
     rounds = training.control.rounds
     return rounds is None or rounds.are_all_here(training.engine, training.step)
 
 
 def _regroup_replicas(training: TrainingContext) -> None:
-    """A replica was lost, or is back: go on with those that are present, from what the furthest of them has."""
+    """Reconnect after a model replica was lost or came back.
+
+    Training continues with the replicas present, from the state of the one that has done the most steps.
+    """
     control = training.control
     assert control.rounds is not None
     training.pause()
     training.step = control.rounds.regroup(training.engine, training.step)
-    training.comparison.guard.forget()  # the state may be another's
+    # The state may have been taken from another replica.
+    training.comparison.guard.forget()
     training.checkpoints.forget_unwritten()
     control.check()
     control.progress(training.step, Phase.BUILDING)
 
 
 def _finish_run(training: TrainingContext, state: str) -> str:
+    """Evaluate if all steps are done, save the last checkpoint, call on_end, and return `state`."""
     training.batches.close()
     if state == "done":
         training.evaluation.evaluate(training)
     training.pause()
     reason = "stop" if state == "stopped" else "end"
     training.checkpoints.save_last(reason)
-    while not _are_replicas_here(training):  # one was lost: perhaps the one that was saving, or before its last step
+    while not _are_replicas_here(
+        training
+    ):  # a replica was lost: perhaps the one that was saving, or before its last step
         _regroup_replicas(training)
         training.checkpoints.save_last(reason)
     training.pause()

@@ -1,6 +1,8 @@
-"""Micro-batches through this rank's stages: forward and backward with or without a pipeline, or forward alone.
+"""The micro-batches of a step on this rank's stages: forward and backward, with or without a pipeline, or forward
+only.
 
-B sequences of this data rank, S tokens of a sequence on this context rank.
+Shapes in tensor names: B sequences of this data rank, S tokens of a sequence on this context rank, V entries of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class MicroBatches:
         device: torch.device,
     ) -> None:
         self.loss = loss
-        self.unit = 0.0  # what a summed loss is multiplied by before backward; 0 before the first step
+        self.unit = 0.0  # factor of the summed loss before backward; 0 before the first step
         self._parts, self._shape, self._settings = parts, shape, settings
         self._meshes, self._dims, self._device = meshes, meshes.dims, device
         self._exchange, self._clock = exchange, clock
@@ -55,7 +57,7 @@ class MicroBatches:
         self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
 
     def accumulate_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-        """Add up the gradients of `unit` × the summed loss; returns the summed loss of this rank."""
+        """Accumulate the gradients of `unit` × the summed loss; return the summed loss of this rank."""
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         if self._exchange is not None:
             self._exchange.begin(count)
@@ -65,19 +67,21 @@ class MicroBatches:
             else:
                 total = self._one_by_one(tokens_BS, targets_BS, count)
         if self._exchange is not None:
-            # Of compressed gradients: a thread compresses and exchanges, and is waited for.
+            # Compressed gradients are exchanged by a thread, for which this waits.
             with self._clock.stall() if self._exchange.bytes_sent is not None else nullcontext():
                 self._exchange.finish()
         return total
 
     def _one_by_one(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
+        """Run forward and backward of each micro-batch in turn, without a pipeline; return the summed loss."""
         model = self._parts[0].model
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, (x, y) in enumerate(zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True)):
             if isinstance(model, FSDPModule):
                 set_gradient_sync(model, zero=self._dims.zero, last=index == count - 1)
             with self._clock.phase("forward"):
-                # The head computes both gradients with the loss, in `unit` already: they are rounded once.
+                # With chunks_loss the head computes its gradients with the loss. `unit` is passed in, so that they are
+                # rounded once.
                 loss = model(x, y, self.unit) if self._chunks_loss else self.loss(model(x), y)
             with self._clock.phase("backward"):
                 (loss * self.unit).backward()
@@ -87,13 +91,14 @@ class MicroBatches:
         return total
 
     def _run_pipeline(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
+        """Run the pipeline schedule; return the summed loss, 0 where this rank does not hold the last stage."""
         losses: list[torch.Tensor] = []
         schedule, stages = self.schedule(count)
-        given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
+        inputs = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
         if any(stage.is_last for stage in stages):
-            schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
+            schedule.step(*inputs, target=targets_BS, losses=losses, return_outputs=False)
         else:
-            schedule.step(*given)
+            schedule.step(*inputs)
         for stage in stages:
             stage.finish_sends()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -104,11 +109,15 @@ class MicroBatches:
     def forward_sums(
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, wanted: Sequence[TokenSum]
     ) -> list[torch.Tensor]:
-        """Each of the `wanted` numbers, summed over this rank's sequences; zeros where another holds the last stage."""
+        """Return each of the `wanted` numbers, summed over this rank's sequences, without gradients.
+
+        Zeros on ranks without the last stage.
+        """
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
         with self._loss_context(), fastest_attention(self._device):
-            if self._chunks_loss and list(wanted) == [summed_loss]:  # other numbers are of the logits
+            # Any other number needs the whole logits.
+            if self._chunks_loss and list(wanted) == [summed_loss]:
                 for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                     totals[0] += self._parts[0].model(x, y).double()
                 return totals
@@ -120,10 +129,10 @@ class MicroBatches:
         return totals
 
     def _run_stages(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A micro-batch through all stages; None where this rank does not hold the last."""
+        """Run one micro-batch forward through all stages; return None if this rank does not hold the last."""
         if self._dims.pipeline == 1:
-            out: torch.Tensor = self._parts[0].model(x)
-            return out
+            output: torch.Tensor = self._parts[0].model(x)
+            return output
         return forward_only(
             [(part.stage, part.model) for part in self._parts],
             x,
@@ -134,12 +143,12 @@ class MicroBatches:
         )
 
     def _loss_context(self) -> AbstractContextManager[None]:
-        """torch's loss over split logits; backward must run inside it too."""
+        """Return torch's context for a loss over logits split by tensor rank; backward must run inside it too."""
         split = self._dims.tensor > 1 and self._settings.loss_parallel
         return loss_parallel() if split else nullcontext()
 
     def schedule(self, count: int) -> tuple[Schedule, list[LeanStage]]:
-        """The schedule for `count` micro-batches: a batch ramp asks for several."""
+        """Return the pipeline schedule for `count` micro-batches and its stages; a batch ramp needs several counts."""
         if count not in self._schedules:
             self._schedules[count] = build_schedule(
                 [(part.stage, part.model) for part in self._parts],
@@ -157,24 +166,24 @@ class MicroBatches:
         return self._schedules[count]
 
     def clear_schedules(self) -> None:
-        """Forget all schedules, with the receive buffers that they hold."""
+        """Drop all schedules, and with them their receive buffers."""
         self._schedules.clear()
 
     def _stage_boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into a stage and what comes out of it, per micro-batch, on this rank."""
+        """Return tensors on the meta device like a stage's input and output, per micro-batch on this rank."""
         layout = self._settings.layout
         micro, length = layout.micro_batch, self._settings.sequence // self._dims.context
-        held = length // self._dims.tensor if layout.sequence_parallel and self._dims.tensor > 1 else length
-        kind = self._settings.compute_dtype
+        local_length = length // self._dims.tensor if layout.sequence_parallel and self._dims.tensor > 1 else length
+        dtype = self._settings.compute_dtype
         tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(micro, held, self._shape.hidden, dtype=kind, device="meta", requires_grad=True)
+        hidden = torch.empty(micro, local_length, self._shape.hidden, dtype=dtype, device="meta", requires_grad=True)
         # Split logits are a DTensor, whose shape is that of the whole vocabulary: torch 2.11 compares it in every step.
-        logits = torch.empty(micro, length, self._shape.vocab, dtype=kind, device="meta", requires_grad=True)
+        logits = torch.empty(micro, length, self._shape.vocab, dtype=dtype, device="meta", requires_grad=True)
         return tokens if stage == 0 else hidden, logits if stage == num_stages(self._settings) - 1 else hidden
 
 
 def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over the valid tokens, in float32 or wider."""
+    """Return the cross-entropy summed over the valid tokens, in float32 or wider."""
     wide = torch.promote_types(logits_BSV.dtype, torch.float32)
     return F.cross_entropy(
         logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten(), reduction="sum", ignore_index=IGNORED
@@ -182,5 +191,5 @@ def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Ten
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor that may be split over ranks."""
+    """Return the value of a tensor that may be a DTensor split over ranks."""
     return value.full_tensor() if isinstance(value, DTensor) else value

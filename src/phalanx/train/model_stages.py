@@ -1,4 +1,4 @@
-"""A rank's share of a model: its stages built without storage, split, given storage, and filled by name."""
+"""A rank's pipeline stages: built without storage, split over its groups, then given storage and values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageTensor:
-    """A parameter or buffer of a part, with its box of the whole tensor."""
+    """A parameter or buffer of a stage, with the box of the whole tensor that this rank holds."""
 
     name: str
     tensor: torch.Tensor  # the parameter itself, perhaps a DTensor
@@ -40,17 +40,17 @@ class StageTensor:
     replicas: int
     owner: bool
     is_parameter: bool
-    trained: bool  # by gradients: not a buffer, nor a parameter that is frozen
+    trained: bool  # updated by gradients: neither a buffer nor a frozen parameter
     moves: bool  # forward may change it: a buffer of the user's own network
 
     @property
     def local(self) -> torch.Tensor:
-        """Its plain storage on this rank."""
-        held = self.tensor
-        return held._local_tensor if isinstance(held, DTensor) else held.detach()
+        """The plain tensor that this rank stores."""
+        tensor = self.tensor
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
     def shard(self, tensor: torch.Tensor) -> TensorShard:
-        """This box with `tensor` as its values."""
+        """Return this box as a TensorShard with `tensor` as its values."""
         return TensorShard(
             name=self.name,
             tensor=tensor,
@@ -64,24 +64,26 @@ class StageTensor:
 
 
 def num_stages(settings: Settings) -> int:
-    """Pipeline stages of the whole job."""
+    """Return the number of pipeline stages of the whole job."""
     return settings.layout.pipeline * max(settings.layout.virtual_pipeline, 1)
 
 
 def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: torch.device) -> list[ModelStage]:
-    """This rank's stages, split over its groups, with storage but without values."""
+    """Build this rank's stages, split over its groups, with storage but without values."""
     layout = settings.layout
     stages = num_stages(settings)
     layers = layers_of_stages(shape.layers, stages, embed_cost=embed_cost(shape), head_cost=head_cost(shape))
     v_shaped = is_v_shaped(layout.schedule, max(layout.virtual_pipeline, 1)) and layout.pipeline > 1
-    mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
-    whole = None
+    own_stages = my_stages(
+        meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped
+    )
+    outline = None
     if shape.module:
         with without_tracing():
-            whole = build_outline(shape, allow_code=settings.allow_code, seed=settings.seed)
-        refuse_network(shape, whole, layout, compute=settings.compute, reproducible=settings.reproducible)
-    parts = []
-    for stage in mine:
+            outline = build_outline(shape, allow_code=settings.allow_code, seed=settings.seed)
+        refuse_network(shape, outline, layout, compute=settings.compute, reproducible=settings.reproducible)
+    built = []
+    for stage in own_stages:
         with without_tracing():
             model = build_stage(
                 shape,
@@ -89,10 +91,11 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
                 first=stage == 0,
                 last=stage == stages - 1,
                 allow_code=settings.allow_code,
-                whole=whole,
+                whole=outline,
             )
             dtype = settings.master_dtype if meshes.dims.zero else settings.compute_dtype
-            for param in model.parameters():  # no buffers: the router's balance bias is a float32 count of sorts
+            # Not buffers: the router's balance bias must stay float32.
+            for param in model.parameters():
                 param.data = param.data.to(dtype)
             _widen_buffers(model, settings.compute_dtype)
             parallelize(model, meshes, settings, device)
@@ -101,33 +104,39 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
         model.positions = model.positions.to(device)
         _move_buffers(model, device)
         model.tie()
-        parts.append(ModelStage(stage=stage, layers=layers[stage], model=model))
-    return parts
+        built.append(ModelStage(stage=stage, layers=layers[stage], model=model))
+    return built
 
 
 def head_cost(shape: ModelShape) -> float:
-    """What the head weighs in layers: its matrix product against a layer's (both twice their parameters per token)."""
+    """Return the cost of the head in layers: its matrix product over a layer's.
+
+    Both take twice their parameters in FLOPs per token.
+    """
     return shape.vocab * shape.hidden / _layer_weights(shape)
 
 
 def embed_cost(shape: ModelShape) -> float:
-    """What the embedding weighs in layers: a lookup costs no arithmetic, but its table is held and updated.
+    """Return the cost of the embedding in layers: no arithmetic, but its table is stored and updated.
 
-    BLOOM counted its 3.6 B table as one layer of 2.5 B; we count it where it outweighs half a layer.
+    BLOOM counted its table of 3.6 B parameters as one layer of 2.5 B; here it counts as one if it exceeds half a
+    layer.
     """
     return 1.0 if shape.vocab * shape.hidden > 0.5 * _layer_weights(shape) else 0.0
 
 
 def _layer_weights(shape: ModelShape) -> float:
+    """Return the weights of a layer's matrices that a token uses."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     width = shape.expert_ffn * (shape.experts_per_token + shape.shared_experts) if shape.is_moe else shape.ffn
     return attention + (3 if shape.gated else 2) * shape.hidden * width
 
 
 def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """In float64 the tables and statistics of a network of the user's own are float64 too, as after `.double()`.
+    """Convert floating-point buffers of the user's own network to float64 when computing in float64.
 
-    Otherwise buffers keep the format they were built in: running statistics and wavelengths are ruined by bfloat16.
+    This is what `.double()` would do. In other precisions buffers keep their format: bfloat16 ruins running
+    statistics and wavelengths.
     """
     if isinstance(model, OwnStage) and dtype == torch.float64:
         for module in model.modules():
@@ -138,34 +147,36 @@ def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def stage_tensors(parts: Sequence[ModelStage], meshes: Meshes, *, tied: bool) -> list[StageTensor]:
-    """Every parameter and buffer of this rank's parts, in the order of the model."""
-    return [held for part in parts for held in _part_holdings(part, meshes, tied=tied)]
+    """Return every parameter and buffer of this rank's stages, in the order of the model."""
+    return [tensor for part in parts for tensor in _part_holdings(part, meshes, tied=tied)]
 
 
 def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[StageTensor]:
+    """Yield the parameters and buffers of one stage, each with its box and its number of copies."""
     experts = expert_splits(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
-    twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
-    parameters, own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
-    known = {id(param) for _, param in parameters}
+    # The tied table has a second copy on another stage.
+    is_doubled = tied and ends == {True, False}
+    parameters, is_own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
+    parameter_ids = {id(param) for _, param in parameters}
     for name, tensor in [*parameters, *_kept_buffers(part.model)]:
-        cut = experts.get(id(tensor))
-        box = region_of(tensor, (cut,) if cut else ())
-        copy = twice and name in TIED
+        expert_split = experts.get(id(tensor))
+        box = region_of(tensor, (expert_split,) if expert_split else ())
+        copy = is_doubled and name in TIED
         yield StageTensor(
             name=TIED[0] if copy else name,
             tensor=tensor,
             box=box,
             replicas=meshes.dims.stage // box.parts * (2 if copy else 1),
             owner=_is_first(box, meshes) and not (copy and name == TIED[1]),
-            is_parameter=id(tensor) in known,
-            trained=tensor.requires_grad and id(tensor) in known,
-            moves=own and id(tensor) not in known,
+            is_parameter=id(tensor) in parameter_ids,
+            trained=tensor.requires_grad and id(tensor) in parameter_ids,
+            moves=is_own and id(tensor) not in parameter_ids,
         )
 
 
 def _is_first(box: ShardRegion, meshes: Meshes) -> bool:
-    """Whether this rank has place 0 on every axis of its stage that does not cut the tensor."""
+    """Return True if this rank has index 0 on every axis of its stage that does not cut the tensor."""
     cutting = {id(cut.group) for cut in box.cuts}
     whole_experts = meshes.experts is not None and id(meshes.experts.get_group("expert")) in cutting
     mesh = meshes.experts if whole_experts and meshes.experts is not None else meshes.dense
@@ -174,7 +185,7 @@ def _is_first(box: ShardRegion, meshes: Meshes) -> bool:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers stand where the activations are, also when the parameters are kept in host memory."""
+    """Move buffers to the device of the activations, also if the parameters stay in host memory."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -182,12 +193,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the model's state, one that has several names under its first."""
-    seen: set[int] = set()
+    """Yield the persistent buffers with their names; a buffer with several names once, under the first."""
+    yielded: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
+                yielded.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
@@ -195,17 +206,17 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def draw_weights(
     shards: Sequence[TensorShard], *, seed: int, layers: int, scales: ParameterScales = standard_scales
 ) -> None:
-    """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
+    """Set every weight to its first value, drawn by its name, so that all layouts start from the same model."""
     for shard in shards:
         size = tuple(shard.tensor.shape)
         rows = range(shard.start[0], shard.start[0] + size[0])
         factor = scales(shard.name, len(shard.shape)).init
-        drawn = draw_values(
+        values = draw_values(
             shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows, factor=factor
         )
         for dim in range(1, len(size)):
-            drawn = drawn.narrow(dim, shard.start[dim], size[dim])
-        shard.tensor.copy_(drawn)
+            values = values.narrow(dim, shard.start[dim], size[dim])
+        shard.tensor.copy_(values)
 
 
 @torch.no_grad()
@@ -216,20 +227,20 @@ def copy_weights(
     *,
     prefix: str,
 ) -> None:
-    """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
+    """Set weights and buffers from whole tensors, on each rank its boxes; names come without `prefix`.
 
-    Buffers that no checkpoint holds, and so no shard is of, are whole on every rank.
+    Buffers that no checkpoint holds have no shard, and are whole on every rank.
     """
     targets: dict[str, list[TensorShard]] = {}
     for shard in weights:
         targets.setdefault(shard.name, []).append(shard)
     buffers = {name: buffer for part in parts for name, buffer in part.model.named_buffers()}
-    for own_name, whole in values:
+    for own_name, value in values:
         name = prefix + own_name
         for shard in targets.get(name, ()):
-            cut = whole
+            piece = value
             for dim, (start, size) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
-                cut = cut.narrow(dim, start, size)
-            shard.tensor.copy_(cut)
+                piece = piece.narrow(dim, start, size)
+            shard.tensor.copy_(piece)
         if name in buffers and name not in targets:
-            buffers[name].copy_(whole)
+            buffers[name].copy_(value)

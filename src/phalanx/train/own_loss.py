@@ -1,8 +1,8 @@
-"""A loss of the user's own: `loss(logits_BSV, targets_BS)`, a sum over the valid tokens.
+"""Loads and checks the user's own loss: `loss(logits_BSV, targets_BS)`, a sum over the valid tokens.
 
-It must be a sum over tokens: a step's batch is cut into micro-batches, and over ranks and sequences, and the parts are
-added up and divided by the number of valid tokens of the whole. What is not such a sum would train something else on
-another layout, so it is tried on a small batch and refused.
+It must be a sum over tokens: a step's batch is split into micro-batches and over ranks and sequences, and the partial
+losses are added and divided by the number of valid tokens of the whole batch. Any other function would train
+something else under another layout, so the loss is tried on a small batch, and refused if it is not such a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOLERANCE = 1e-3  # relative; the sums are taken in float64
 
 
 def own_loss(settings: Settings, vocab: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The loss that the settings name; raises UserError for one that is no sum over valid tokens."""
+    """Return the loss that the settings name; raise UserError if it is not a sum over valid tokens."""
     loss = load_function(settings.loss, kind="loss", allow_code=settings.allow_code)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise mistake(
@@ -58,6 +58,7 @@ def own_loss(settings: Settings, vocab: int) -> Callable[[torch.Tensor, torch.Te
 
 
 def _expect_close(name: str, what: str, found: float, expected: float) -> None:
+    """Raise UserError unless the loss of a batch has the value that a sum over its valid tokens would have."""
     if not abs(found - expected) <= TOLERANCE * max(abs(expected), 1e-9):
         raise mistake(
             "plugins.loss",

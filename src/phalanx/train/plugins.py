@@ -1,11 +1,12 @@
-"""Code of the user's own: callbacks, loss, optimizer, data and metrics, from the job file or from Python objects.
+"""Loads the user's own code that a job names: callbacks, loss, optimizer, data and metrics.
 
-A job names each as a reference: "file.py:name", "package.module:name", or the name of an entry point, with keyword
-arguments as a JSON object behind it if there are any. Every rank is a process of its own and loads them itself; nothing
-is pickled. `attach_plugins.py` makes references of Python objects: of a class or function that lives in a file its
-place, and of one that lives in a notebook or script its source, which the job then carries.
+A job names each as a reference: "file.py:name", "package.module:name", or the name of an entry point, optionally
+followed by keyword arguments as a JSON object. Every rank is a separate process and loads them itself; nothing is
+pickled. `attach_plugins.py` makes references of Python objects: the place of a class or function that is defined in a
+file, or the source of one that is defined in a notebook or script, which the job then carries.
 
-Files and modules that a job names are run only with consent (`--allow-code`); an entry point was installed on purpose.
+Files and modules that a job names are run only with consent (`--allow-code`); an entry point was installed on
+purpose.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from phalanx.units import plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATTRIBUTES = "__attributes__"  # arguments that are an object's attributes, not its constructor's
-STATE = "__state__"  # arguments that are a state_dict()
+# Keys among a reference's arguments: an object's attributes, set instead of calling its constructor, and its
+# state_dict().
+ATTRIBUTES = "__attributes__"
+STATE = "__state__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedPlugins:
-    """What a rank has loaded for its loop; the engine loads loss and optimizer itself."""
+    """The plug-ins that a rank has loaded for its training loop; the engine loads loss and optimizer itself."""
 
     callbacks: tuple[Callback, ...] = ()
     metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
@@ -53,16 +56,16 @@ class LoadedPlugins:
 
 
 def needs_consent(job: Job) -> list[str]:
-    """Keys of the job that name code which is run only with consent: all but entry points."""
-    found = ["model.module"] if runs_named_code(job.model.module) else []
-    found += [f"plugins.{key}" for key, text in list_references(job.plugins) if runs_named_code(text)]
+    """Return the job's keys that name code which runs only with consent: all but entry points."""
+    keys = ["model.module"] if runs_named_code(job.model.module) else []
+    keys += [f"plugins.{key}" for key, text in list_references(job.plugins) if runs_named_code(text)]
     if job.plugins.source:
-        found.append("plugins.source")
-    return list(dict.fromkeys(found))
+        keys.append("plugins.source")
+    return list(dict.fromkeys(keys))
 
 
 def absolute_references(plugins: PluginReferences, base: Path) -> PluginReferences:
-    """With files as absolute paths; relative ones start at the job's folder."""
+    """Return the references with absolute file paths; relative ones start at the job's folder."""
 
     def absolute(text: str) -> str:
         head, brace, rest = text.partition("{")
@@ -80,80 +83,83 @@ def absolute_references(plugins: PluginReferences, base: Path) -> PluginReferenc
 
 
 def load_plugins(job: Job, *, allow_code: bool) -> LoadedPlugins:
-    """Callbacks, metrics and data of a job, made for this rank; raises UserError for what cannot be loaded."""
+    """Create a job's callbacks, metrics and data for this rank; raise UserError for what cannot be loaded."""
     plugins = job.plugins
     install_source(job, allow_code=allow_code)
     callbacks = []
     for text in plugins.callbacks:
-        made = make_plugin(text, kind="callbacks", allow_code=allow_code)
-        if not isinstance(made, Callback):
+        callback = make_plugin(text, kind="callbacks", allow_code=allow_code)
+        if not isinstance(callback, Callback):
             raise mistake(
                 "plugins.callbacks",
-                f"{text!r} made a {type(made).__name__}",
+                f"{text!r} made a {type(callback).__name__}",
                 fix="subclass phalanx.Callback",
             )
-        callbacks.append(made)
+        callbacks.append(callback)
     metrics = {
         PluginReference.parse(text, key="plugins.metrics").name: load_function(
             text, kind="metrics", allow_code=allow_code
         )
         for text in plugins.metrics
     }
-    known = {"sequence": job.data.sequence, "seed": job.data.seed, "vocab": job.model.vocab}
-    data = make_plugin(plugins.data, kind="data", allow_code=allow_code, known=known) if plugins.data else None
+    job_values = {"sequence": job.data.sequence, "seed": job.data.seed, "vocab": job.model.vocab}
+    data = make_plugin(plugins.data, kind="data", allow_code=allow_code, known=job_values) if plugins.data else None
     return LoadedPlugins(callbacks=tuple(callbacks), metrics=metrics, data=data)
 
 
 def make_plugin(text: str, *, kind: str, allow_code: bool, known: Mapping[str, Any] | None = None) -> Any:
-    """The object a reference stands for: a class or function is called, with those of `known` that it takes."""
+    """Return the object of a reference: the result of calling the class or function that it names.
+
+    It is called with the reference's arguments, and with those values of `known` that it has parameters for.
+    """
     key = f"plugins.{kind}"
     reference = PluginReference.parse(text, key=key)
-    found: Any = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
-    if not callable(found) or (not inspect.isclass(found) and not inspect.isroutine(found)):
-        return found
+    factory: Any = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
+    if not callable(factory) or (not inspect.isclass(factory) and not inspect.isroutine(factory)):
+        return factory
     arguments = dict(reference.arguments)
     attributes, state = arguments.pop(ATTRIBUTES, None), arguments.pop(STATE, None)
     try:
         if attributes is not None:
-            made: Any = object.__new__(found)  # type: ignore[arg-type]
-            vars(made).update(attributes)
-            return made
-        taken = inspect.signature(found).parameters if known else {}
-        made = found(**{name: value for name, value in (known or {}).items() if name in taken}, **arguments)
+            plugin: Any = object.__new__(factory)  # type: ignore[arg-type]
+            vars(plugin).update(attributes)
+            return plugin
+        parameters = inspect.signature(factory).parameters if known else {}
+        plugin = factory(**{name: value for name, value in (known or {}).items() if name in parameters}, **arguments)
         if state is not None:
-            made.load_state_dict(state)
-        return made
+            plugin.load_state_dict(state)
+        return plugin
     except Exception as error:
         raise _plugin_failed(key, text, "raised", error) from error
 
 
 def load_function(text: str, *, kind: str, allow_code: bool) -> Callable[..., Any]:
-    """The function a reference stands for; a class is made an object that is called."""
+    """Return the function that a reference names; a class is instantiated, and the instance is called."""
     key = f"plugins.{kind}"
     reference = PluginReference.parse(text, key=key)
-    found = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
-    if inspect.isclass(found):
-        found = make_plugin(text, kind=kind, allow_code=allow_code)
+    function = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
+    if inspect.isclass(function):
+        function = make_plugin(text, kind=kind, allow_code=allow_code)
     elif reference.arguments:
-        found = functools.partial(found, **reference.arguments)
-    if not callable(found):
-        raise mistake(key, f"{text!r} is a {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+        function = functools.partial(function, **reference.arguments)
+    if not callable(function):
+        raise mistake(key, f"{text!r} is a {type(function).__name__}, which cannot be called")
+    return function  # type: ignore[no-any-return]
 
 
 def load_class_or_function(text: str, *, kind: str, allow_code: bool) -> Callable[..., Any]:
-    """What a reference names, not called."""
-    found = _find_plugin(PluginReference.parse(text, key=f"plugins.{kind}"), text, kind=kind, allow_code=allow_code)
-    if not callable(found):
-        raise mistake(f"plugins.{kind}", f"{text!r} is a {type(found).__name__}, neither a class nor a function")
-    return found  # type: ignore[no-any-return]
+    """Return the class or function that a reference names, without calling it."""
+    named = _find_plugin(PluginReference.parse(text, key=f"plugins.{kind}"), text, kind=kind, allow_code=allow_code)
+    if not callable(named):
+        raise mistake(f"plugins.{kind}", f"{text!r} is a {type(named).__name__}, neither a class nor a function")
+    return named  # type: ignore[no-any-return]
 
 
 def refuse_plugins(plugins: PluginReferences, layout: Layout, *, loss_parallel: bool) -> None:
-    """Raises UserError where a layout would hand plug-ins less than they were written for."""
+    """Raise UserError if the layout gives a loss or metric only a part of the vocabulary."""
     if layout.tensor > 1 and loss_parallel:
-        for key, given in (("loss", plugins.loss), ("metrics", plugins.metrics)):
-            if given:
+        for key, reference in (("loss", plugins.loss), ("metrics", plugins.metrics)):
+            if reference:
                 raise mistake(
                     f"plugins.{key}",
                     f"parallel.tensor = {layout.tensor} with parallel.loss_parallel",
@@ -163,6 +169,7 @@ def refuse_plugins(plugins: PluginReferences, layout: Layout, *, loss_parallel: 
 
 
 def _find_plugin(reference: PluginReference, text: str, *, kind: str, allow_code: bool) -> Any:
+    """Return the object that a reference names; import its module only with `allow_code`."""
     key = f"plugins.{kind}"
     if not reference.place:
         return load_entry_point(reference.name, PLUGIN_GROUPS[kind], key=key)
@@ -174,26 +181,26 @@ def _find_plugin(reference: PluginReference, text: str, *, kind: str, allow_code
         raise
     except Exception as error:
         raise _plugin_failed(key, text, "cannot be imported", error) from error
-    found: Any = module
+    target: Any = module
     for part in reference.name.split("."):
-        if not hasattr(found, part):
-            close = nearest(part, vars(found))
+        if not hasattr(target, part):
+            close = nearest(part, vars(target))
             raise mistake(key, f"{reference.place} has no {part}", fix=f"did you mean {close}?" if close else "")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def load_module(place: str) -> ModuleType:
-    """A module by its name, or by its file; a file that did not change is run once in a process."""
+    """Import a module by its name or by its file; a file whose content has not changed runs once in a process."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = resolve_path(place)
     if not is_file(path):
         raise mistake(place, "there is no such file", why="a job names code of its own by the file it is in")
     name, content = f"phalanx_module_{path.stem}", path.read_bytes()
-    known = sys.modules.get(name)
-    if known is not None and vars(known).get("__file__") == str(path) and vars(known).get("__content__") == content:
-        return known
+    loaded = sys.modules.get(name)
+    if loaded is not None and vars(loaded).get("__file__") == str(path) and vars(loaded).get("__content__") == content:
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -210,20 +217,20 @@ def load_module(place: str) -> ModuleType:
 
 
 def install_source(job: Job, *, allow_code: bool) -> None:
-    """Make the module that a job carries, so that references to it are found."""
+    """Create the module from the source that a job carries, so that references to it can be resolved."""
     if not job.plugins.source:
         return
     if not allow_code:
         raise code_refused("plugins.source", f"{plural(len(job.plugins.source), 'line')} of Python")
     text = "\n".join(job.plugins.source) + "\n"
-    known = sys.modules.get(SOURCE_MODULE)
-    if known is not None and getattr(known, "source_text", None) == text:
+    loaded = sys.modules.get(SOURCE_MODULE)
+    if loaded is not None and getattr(loaded, "source_text", None) == text:
         return
     spec = importlib.util.spec_from_loader(SOURCE_MODULE, _TextLoader(text))
     assert spec is not None
     module = sys.modules[SOURCE_MODULE] = importlib.util.module_from_spec(spec)
     vars(module)["source_text"] = text
-    # tracebacks show its lines
+    # So that tracebacks show its lines.
     linecache.cache[_TextLoader.FILE] = (len(text), None, text.splitlines(keepends=True), _TextLoader.FILE)
     try:
         _TextLoader(text).exec_module(module)
@@ -235,7 +242,7 @@ def install_source(job: Job, *, allow_code: bool) -> None:
 
 
 class _TextLoader(importlib.abc.InspectLoader):
-    """Loads a module from its text."""
+    """Loads a module from its source text."""
 
     FILE = f"<{SOURCE_MODULE}>"
 
@@ -243,16 +250,16 @@ class _TextLoader(importlib.abc.InspectLoader):
         self._text = text
 
     def get_source(self, fullname: str) -> str:
-        """The text."""
+        """Return the source text."""
         return self._text
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiled, with a file name that tracebacks can show."""
+        """Compile the text with a file name that tracebacks can show."""
         return self.source_to_code(self._text, self.FILE)  # type: ignore[return-value, unused-ignore]
 
 
 def code_refused(key: str, text: str) -> UserError:
-    """The job names code, and nobody said that it may be run."""
+    """Return the error for a job that names code which the user has not allowed to run."""
     return mistake(
         key,
         f"{text!r} is code that this job wants to run",
@@ -262,14 +269,14 @@ def code_refused(key: str, text: str) -> UserError:
 
 
 def load_entry_point(name: str, group: str, *, key: str) -> Any:
-    """What an installed package offers under a name; `key` of the job asks for it."""
+    """Load the entry point of an installed package; `key` is the job's key that names it."""
     if problem := missing_entry_point(name, group):
         raise mistake(key, problem[0], fix=problem[1])
     return next(iter(importlib.metadata.entry_points(group=group, name=name))).load()
 
 
 def _plugin_failed(key: str, text: str, what: str, error: Exception) -> UserError:
-    """The user's own mistake, with the last line of the user's own code."""
+    """Return the error for a plug-in that raised, with the last line of its own code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return mistake(
         key, f"{text} {what}: {type(error).__name__}: {error}"[:500], fix=f"see {last.filename}:{last.lineno}"

@@ -1,4 +1,7 @@
-"""From a job file, or an earlier run, to a plan that can be launched; what can be refused is refused here."""
+"""Checks and plans a job, or an earlier run, before any process is started.
+
+Everything that can be refused is refused here.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +43,20 @@ from phalanx.record.run import Run
 from phalanx.train.plugins import absolute_references, code_refused, needs_consent
 from phalanx.units import first_few, plural
 
-# What a resumed run may change: how it is computed and watched, never what is learnt from.
+# Settings that a resumed run may change: how it is computed and observed, never the data it learns from.
 FREE = (
     *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost.", "launch."),
     *("batch.micro", "name", "profile", "waiver", "plugins.callbacks", "plugins.metrics", "plugins.source"),
 )
-BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")  # allowed, with a warning
-ONLY_SAID = "model.sliding_window"  # nothing that runs depends on it, and plans before 0.7 do not name it
+# These change the loss curve: allowed in a resumed run, with a warning.
+BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")
+# No effect on training, and missing in plans before 0.7: never compared.
+ONLY_SAID = "model.sliding_window"
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 
 
 def need_torch() -> None:
-    """Refuse early, with the command that helps, where the training extra is not installed."""
+    """Raise UserError with the command that installs it, if the training extra is not installed."""
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise mistake(
@@ -62,20 +67,20 @@ def need_torch() -> None:
 
 
 def load_job(path: str, *, overrides: Sequence[str], cluster: str | None, steps: int) -> ResolvedJob:
-    """The job with the overrides, on `cluster`; `steps` > 0 trains so many steps instead of data.tokens."""
-    wanted = [*overrides, *_cluster_override(cluster, sharing=_ranks_per_gpu(path, overrides) if cluster else 1)]
-    resolved = load(path, overrides=wanted)
+    """Load the job with the overrides, on `cluster`; `steps` > 0 trains so many steps instead of data.tokens."""
+    settings = [*overrides, *_cluster_override(cluster, sharing=_ranks_per_gpu(path, overrides) if cluster else 1)]
+    resolved = load(path, overrides=settings)
     if steps <= 0:
         return resolved
     tokens = tokens_of(steps, resolved.job.batch)
-    return load(path, overrides=[*wanted, f"data.tokens={tokens}"])
+    return load(path, overrides=[*settings, f"data.tokens={tokens}"])
 
 
 def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
-    """The cluster of the command line as part of the job, so that a resumed run finds it there."""
+    """Return the command line's cluster as an override of the job, so that a resumed run uses it too."""
     if cluster is None:
         return []
-    # Complains about the option, not about a key the file may not have.
+    # Resolved here, so that an error names the option, not a key that the file may not have.
     resolve_cluster(cluster, ranks_per_gpu=sharing)
     if cluster.endswith(".toml") or "/" in cluster:
         return [f"cluster.file={json.dumps(str(resolve_path(cluster)))}"]
@@ -83,7 +88,7 @@ def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
 
 
 def _ranks_per_gpu(path: str, overrides: Sequence[str]) -> int:
-    """Ranks per GPU that a job allows; 1 for a job that cannot be read, whose mistakes are told later."""
+    """Return the ranks per GPU that the job allows; 1 for an invalid job, whose errors are raised later."""
     try:
         return load(path, overrides=overrides).job.train.ranks_per_gpu
     except UserError:
@@ -91,7 +96,7 @@ def _ranks_per_gpu(path: str, overrides: Sequence[str]) -> int:
 
 
 def tokens_of(steps: int, batch: Batch) -> int:
-    """Tokens that `steps` steps see, the batch ramp walked.
+    """Return the number of tokens in the first `steps` steps, with the batch ramp.
 
     >>> tokens_of(10, Batch(global_tokens=8192, global_sequences=32))
     81920
@@ -104,12 +109,15 @@ def tokens_of(steps: int, batch: Batch) -> int:
 
 
 def has_own_data_only(job: Job) -> bool:
-    """Whether a job has no dataset folder, because it brings data of its own."""
+    """Return True if the job has no dataset folder, because a plug-in provides its data."""
     return bool(job.plugins.data) and not job.data.paths and not job.data.corpus
 
 
 def find_data(job: Job, base: Path) -> tuple[Path, ...]:
-    """The dataset folders of a job, built now if it names a corpus that is not built yet; progress on stderr."""
+    """Return the dataset folders of a job; a named corpus that is not built yet is built now.
+
+    Progress is printed on stderr.
+    """
     if has_own_data_only(job):
         return ()
     from phalanx.train.data.corpus import ensure_dataset
@@ -121,7 +129,7 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
 
 
 def plan_for_run(resolved: ResolvedJob, *, earlier: Layout | None = None) -> Plan:
-    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere.
+    """Plan a job whose file paths are made absolute, so that the run can be resumed from any folder.
 
     `earlier` is the layout of a run that is resumed.
     """
@@ -129,12 +137,12 @@ def plan_for_run(resolved: ResolvedJob, *, earlier: Layout | None = None) -> Pla
 
 
 def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
-    """The job with the files it names as absolute paths."""
+    """Return the job with its cluster file, weights and code as absolute paths."""
     return dataclasses.replace(resolved, job=_absolute_paths(resolved.job, resolved.path.parent))
 
 
 def _absolute_paths(job: Job, base: Path) -> Job:
-    """The job with cluster file and own code as absolute paths; `base` is the folder of the job file."""
+    """Return the job with cluster file, weights and code as absolute paths; `base` is the job file's folder."""
     file, module = job.cluster.file, absolute_code(job.model.module, base)
     weights = str(resolve_path(base / job.train.weights)) if job.train.weights else ""
     return dataclasses.replace(
@@ -148,7 +156,7 @@ def _absolute_paths(job: Job, base: Path) -> Job:
 
 
 def with_data(plan: Plan, base: Path) -> Plan:
-    """The plan with its dataset folders as absolute paths, relative ones taken from `base`."""
+    """Return the plan with its dataset folders as absolute paths; relative ones start at `base`."""
     data = dataclasses.replace(
         plan.job.data, paths=tuple(str(resolve_path(path)) for path in find_data(plan.job, base))
     )
@@ -156,47 +164,49 @@ def with_data(plan: Plan, base: Path) -> Plan:
 
 
 def check_data(plan: Plan) -> tuple[Problem, ...]:
-    """The data is whole and fits the model and the sequence; raises UserError, returns warnings."""
+    """Check that the data is complete and fits model and sequence; raise UserError, or return warnings."""
     from phalanx.train.data.token_samples import TokenDataset, check_dataset
 
     job = plan.job
     if has_own_data_only(job):
-        return ()  # looked at row by row while it is read
+        return ()  # a plug-in's data is checked row by row while it is read
     dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
 
 
 def check_inputs(job: Job, resolved: ResolvedJob, base: Path, *, fresh: bool) -> InputFindings:
-    """The files that a job names are here, and fit it and each other; raises UserError, returns what to warn of.
+    """Check that the files a job names exist and fit the job and each other; raise UserError, or return warnings.
 
-    `job` names its files by absolute paths. Before the data of a corpus is built it cannot be compared: ask again when
-    it is.
+    `job` names its files by absolute paths. The data of a corpus can be compared only once it is built: call this
+    again then.
     """
-    found = look_at_inputs(job, base, origins=resolved.origins, fresh=fresh)
-    if problems := (*found.refused, *found.missing):
+    findings = look_at_inputs(job, base, origins=resolved.origins, fresh=fresh)
+    if problems := (*findings.refused, *findings.missing):
         raise UserError(problems)
     if fresh and job.train.weights and not job.model.module:
         from phalanx.train.models.hf_weights import check_hf  # imports torch
 
         check_hf(Path(job.train.weights), job.model)
-    return found
+    return findings
 
 
 def check_weight_files(job: Job) -> None:
-    """The weights that training starts from are what was exported, where their folder has digests; raises UserError."""
+    """Raise UserError if the initial weights differ from the checksums of their folder, where it has some."""
     folder = Path(job.train.weights)
     if not job.train.weights or not is_file(folder / CHECKSUMS):
         return
     _, problems = verify_checksums(folder, fix="copy the folder again from where it is whole, or export it again")
     if problems:
-        raise UserError([dataclasses.replace(one, why="training would start from damaged weights") for one in problems])
+        raise UserError(
+            [dataclasses.replace(problem, why="training would start from damaged weights") for problem in problems]
+        )
 
 
 def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> None:
-    """Run folders can be made in `runs` (or `run` be written, which goes on), and checkpoints where the job wants them.
+    """Check that run folders can be created in `runs` (or that `run`, which continues, can be written).
 
-    A checkpoint folder outside of the run is made, but not the one around it: a disk that is not mounted would go
-    unnoticed.
+    Also checks the checkpoint folder. A checkpoint folder outside of the run is created, but its parent must exist: a
+    disk that is not mounted would go unnoticed otherwise.
     """
     base = runs if run is None else run
     _require_writable(f"--runs {runs}" if run is None else str(run), base, why="the run could not be recorded")
@@ -214,23 +224,25 @@ def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> 
 
 
 def _require_writable(where: str, folder: Path, *, why: str) -> None:
-    """A folder, or the nearest one around it that is there, takes new files."""
-    there = next((one for one in (folder, *folder.absolute().parents) if path_exists(one)), Path("/"))
-    if not is_folder(there):
-        raise mistake(where, f"{there} is a file", why=why, fix="name a folder")
+    """Raise UserError unless new files can be made in the folder, or in its nearest existing parent."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path_exists(path)), Path("/"))
+    if not is_folder(existing):
+        raise mistake(where, f"{existing} is a file", why=why, fix="name a folder")
     try:
-        tempfile.TemporaryDirectory(prefix=".phalanx-", dir=there).cleanup()  # modes say nothing about root, or mounts
+        tempfile.TemporaryDirectory(
+            prefix=".phalanx-", dir=existing
+        ).cleanup()  # permission bits do not show read-only mounts, nor bind root
     except OSError as error:
         raise mistake(
             where,
-            f"{there} cannot be written: {error.strerror or error}",
+            f"{existing} cannot be written: {error.strerror or error}",
             why=why,
             fix="mount it for writing, or name another folder",
         ) from error
 
 
 def check_trainable(plan: Plan) -> None:
-    """The trainer can run what is planned; raises UserError with everything it cannot."""
+    """Raise UserError with every reason why the trainer cannot run the plan."""
     from phalanx.plan.trainable import trainer_problems
 
     if problems := trainer_problems(plan.job, plan.layout, plan.cluster):
@@ -238,14 +250,18 @@ def check_trainable(plan: Plan) -> None:
 
 
 def check_code(job: Job, *, allowed: bool, or_else: str = "") -> None:
-    """A job that brings its own code needs a word of the person who runs it; `or_else` is another cure."""
+    """Raise UserError if the job names its own code and the user has not allowed it.
+
+    `or_else` is appended to the fix.
+    """
     keys = needs_consent(job)
     if keys and not allowed:
-        found = [problem for key in keys for problem in code_refused(key, _value_text(job, key)).problems]
-        raise UserError([dataclasses.replace(one, fix=f"{one.fix}{or_else}") for one in found])
+        problems = [problem for key in keys for problem in code_refused(key, _value_text(job, key)).problems]
+        raise UserError([dataclasses.replace(problem, fix=f"{problem.fix}{or_else}") for problem in problems])
 
 
 def _value_text(job: Job, key: str) -> str:
+    """Return the value of a key that names code, as text for a message."""
     section, _, name = key.partition(".")
     if key == "plugins.source":
         return f"{plural(len(job.plugins.source), 'line')} of Python"
@@ -254,18 +270,21 @@ def _value_text(job: Job, key: str) -> str:
 
 
 def counting_baselines(job: Job) -> dict[str, float]:
-    """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
+    """Return the bits per byte that counts of single tokens and of pairs reach on the held-out text.
+
+    Takes a few seconds.
+    """
     if has_own_data_only(job):
         return {}
     from phalanx.train.data.baselines import count_baselines as count
     from phalanx.train.data.token_samples import TokenDataset
 
-    found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train", vocab=job.model.vocab))
-    return {f"{name}_bits_per_byte": value for name, value in found.items()}
+    baselines = count(TokenDataset.open([Path(path) for path in job.data.paths], "train", vocab=job.model.vocab))
+    return {f"{name}_bits_per_byte": value for name, value in baselines.items()}
 
 
 def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
-    """A plan from a file; it must be of the same job, if one is named beside it."""
+    """Read a plan from a file; raise UserError if it is not the plan of the given job."""
     plan = Plan.from_json(read_text(Path(path), noun="plan"), where=path)
     changed = changed_keys(plan.job, resolved.job) if resolved is not None else []
     if resolved is not None and changed:
@@ -279,33 +298,33 @@ def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
 
 
 def job_in(plan: Plan, path: Path) -> ResolvedJob:
-    """The job of a plan that came without a job file: no line of it is known."""
+    """Return the job of a plan that came without a job file, so without line numbers."""
     return ResolvedJob(job=plan.job, path=path, origins={})
 
 
 def job_of(run: Run, plan: Plan) -> ResolvedJob:
-    """The job of a run that goes on, with the lines of its file where they can be read."""
+    """Return the job of a run that continues, with the line numbers of its file where they can be read."""
     try:
         return dataclasses.replace(load(run.job_toml), job=plan.job)
-    except UserError:  # of an older version: its plan is what counts
+    except UserError:  # a job file of an older version; the plan decides
         return job_in(plan, run.job_toml)
 
 
 def check_here(plan: Plan) -> None:
-    """This machine has the devices of the plan; raises UserError naming what to write instead."""
+    """Raise UserError, with a setting that works instead, if this machine lacks the devices of the plan."""
     machine = discover()
     ranks, device = plan.layout.devices, plan.cluster.accelerator
     if device.family == "cpu":
-        most = MOST_RANKS_PER_CORE * machine.usable_cores
-        if ranks > most:
-            why = f"{plural(machine.usable_cores, 'core')} can run at most {plural(most, 'rank')}"
+        max_ranks = MOST_RANKS_PER_CORE * machine.usable_cores
+        if ranks > max_ranks:
+            why = f"{plural(machine.usable_cores, 'core')} can run at most {plural(max_ranks, 'rank')}"
             raise mistake(
                 plan.cluster.name, f"asks for {plural(ranks, 'rank')} on this machine", why=why, fix="use local:4"
             )
         return
     gpus, allowed = len(machine.gpus), allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
     if gpus * allowed < ranks:
-        found = plural(gpus, "GPU")
+        gpus_text = plural(gpus, "GPU")
         fix = (
             f"start a task per rank: srun --ntasks={ranks}, mpirun -n {ranks}, or torchrun on every host; "
             "or try it here with --cluster local:4"
@@ -314,7 +333,7 @@ def check_here(plan: Plan) -> None:
             fix += f"; or let {-(-ranks // gpus)} ranks share a GPU with --ranks-per-gpu, which needs NCCL 2.30"
         raise mistake(
             plan.cluster.name,
-            f"the plan needs {ranks:,} × {device.name}, but this machine has {found}"
+            f"the plan needs {ranks:,} × {device.name}, but this machine has {gpus_text}"
             + (f", each shared by up to {allowed} ranks" if allowed > 1 and gpus else ""),
             why="phalanx train starts ranks on one machine only",
             fix=fix,
@@ -322,13 +341,16 @@ def check_here(plan: Plan) -> None:
     _check_libraries(shared=ranks > gpus, where=f"{ranks} ranks on {gpus} GPU{'s' if gpus != 1 else ''}")
     share = -(-ranks // gpus)
     need = share * plan.memory.total_bytes
-    looked = [check_free(gpu, needed_bytes=need, where=f"GPU {gpu.index}") for gpu in machine.gpus[:ranks]]
-    if problems := [one for one in looked if one is not None]:
+    checks = [check_free(gpu, needed_bytes=need, where=f"GPU {gpu.index}") for gpu in machine.gpus[:ranks]]
+    if problems := [problem for problem in checks if problem is not None]:
         raise UserError(problems)
 
 
 def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:
-    """GPUs of this machine that ranks can be started on, `allowed` on each; raises UserError for what is in the way."""
+    """Return the number of GPUs on which ranks can be started, `allowed` on each.
+
+    Raises UserError for what prevents it.
+    """
     machine = discover()
     gpus = len(machine.gpus)
     if not gpus:
@@ -345,26 +367,26 @@ def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:
 
 
 def tell_sharing(plan: Plan, tell: Callable[[str], None]) -> None:
-    """Say what ranks that share GPUs are started with; nothing on cores, or where none may."""
+    """Pass the note on shared GPUs to `tell`; does nothing on cores, or where GPUs are not shared."""
     allowed = allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
     if allowed > 1 and plan.cluster.accelerator.family != "cpu":
         tell(sharing_note(allowed, os.environ))
 
 
 def sharing_note(share: int, environ: Mapping[str, str]) -> str:
-    """What is done for ranks that share GPUs, in a line."""
-    ours = shared_settings(environ)
+    """Return one line that names the NCCL settings of ranks that share GPUs."""
+    applied = shared_settings(environ)
     names = " ".join(f"{name}={value}" for name, value in {**SHARED, **environ}.items() if name in SHARED)
-    kept = "" if len(ours) == len(SHARED) else " (yours are kept)"
-    return f"  up to {share} ranks share a GPU, with {names}{kept}; they also share its memory and speed"
+    user_note = "" if len(applied) == len(SHARED) else " (yours are kept)"
+    return f"  up to {share} ranks share a GPU, with {names}{user_note}; they also share its memory and speed"
 
 
 def _check_libraries(*, shared: bool, where: str) -> None:
-    """Nothing that is preloaded, half alive or too old stands between the ranks and their GPUs."""
+    """Raise UserError for preloaded libraries, a broken MPS daemon or an old NCCL, which keep ranks from their GPUs."""
     problems = [*check_preload(os.environ), *check_mps(os.environ)]
     if shared and not problems:
-        found = ask_nccl(os.environ)
-        problem = found if isinstance(found, Problem) else check_nccl(found, where=where)
+        nccl = ask_nccl(os.environ)
+        problem = nccl if isinstance(nccl, Problem) else check_nccl(nccl, where=where)
         problems = [problem] if problem is not None else []
     if problems:
         raise UserError(problems)
@@ -373,15 +395,19 @@ def _check_libraries(*, shared: bool, where: str) -> None:
 def resumed_plan(
     run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int
 ) -> tuple[Plan, tuple[Problem, ...]]:
-    """The plan to go on with: the run's own, or a new one when the layout may change; and what to warn about."""
+    """Return the plan with which a run continues, and warnings.
+
+    It is the run's own plan, or a new one where overrides, cluster or steps are given. Raises UserError for a change
+    that a resumed run cannot make.
+    """
     run.check_settings()
     old = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     if not run.saved_steps():
-        lost = run.committed_step()
+        lost_step = run.committed_step()
         what = "has no checkpoint to resume from"
         raise mistake(
             str(run.path),
-            what if lost is None else f"{what}: that of step {lost:,} was saved, and is gone",
+            what if lost_step is None else f"{what}: that of step {lost_step:,} was saved, and is gone",
             fix=f"start it again: phalanx train {run.job_toml}",
         )
     if not overrides and cluster is None and steps <= 0:
@@ -396,6 +422,7 @@ def resumed_plan(
 
 
 def _refuse_finished(run: Run, plan: Plan) -> None:
+    """Raise UserError if the run has done all steps of the plan."""
     from phalanx.train.data.batches import BatchPlan
 
     job = plan.job
@@ -409,11 +436,15 @@ def _refuse_finished(run: Run, plan: Plan) -> None:
 
 
 def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
+    """Raise UserError for changed settings that a resumed run must keep.
+
+    Returns warnings for changes that alter the loss curve.
+    """
     changed = changed_keys(old, new)
-    bends = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]
-    refused = [key for key in changed if not key.startswith(FREE) and key not in bends]
+    curve_keys = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]
+    refused_keys = [key for key in changed if not key.startswith(FREE) and key not in curve_keys]
     before, after = flat_settings(old), flat_settings(new)
-    if refused:
+    if refused_keys:
         raise UserError(
             [
                 Problem(
@@ -422,7 +453,7 @@ def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
                     why="the checkpoint would not match, or the data would change",
                     fix="start a new run; a resumed one may change parallel.*, batch.micro, train.* and the cluster",
                 )
-                for key in refused
+                for key in refused_keys
             ]
         )
     return tuple(
@@ -430,18 +461,18 @@ def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
             where=str(run.path),
             what=f"{key} = {after.get(key)!r} instead of {before.get(key)!r}: the loss curve changes from here on",
         )
-        for key in bends
+        for key in curve_keys
     )
 
 
 def changed_keys(old: Job, new: Job) -> list[str]:
-    """Dotted keys whose values differ."""
+    """Return the dotted keys whose values differ."""
     before, after = flat_settings(old), flat_settings(new)
     return [key for key in {**before, **after} if before.get(key) != after.get(key) and key != ONLY_SAID]
 
 
 def flat_settings(job: Job) -> dict[str, Any]:
-    """Every setting by its dotted key."""
+    """Return every setting by its dotted key."""
     result: dict[str, Any] = {}
     for section, value in job_to_dict(job).items():
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Worker of the automatic measurement: a few small training jobs on this machine's cores, as JSON on stdout.
+"""Worker of the automatic measurement: times a few small training jobs on this machine's cores, as JSON on stdout.
 
-`python -m phalanx.train.probe_steps CORES`. Never imported by the planner. The jobs are the trainer itself, on random
-tokens: one rank per core, one rank with all threads, and two ranks per core, which then share it. With `--plan COUNT
-CORES` it is one job instead: the plan that standard input holds, with COUNT micro-batches in a step.
+Run as `python -m phalanx.train.probe_steps CORES`; the planner never imports it. The jobs use the trainer itself, on
+random tokens: one rank per core, one rank with all threads, and two ranks per core, which then share it. With `--plan
+COUNT CORES` it times one job instead: the plan on standard input, with COUNT micro-batches in a step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from phalanx.train.engine import Engine
 from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.ranks import run_ranks
 
-MOST_RANKS = 8  # of one rank per core: more only take longer to start
-BUDGET_S = 0.35  # of steps per job; four at least
-PLAN_BUDGET_S = 5.0  # of steps of a plan
+MOST_RANKS = 8  # with one rank per core; more only take longer to start
+BUDGET_S = 0.35  # seconds of steps per job, but at least LEAST_STEPS steps
+PLAN_BUDGET_S = 5.0  # seconds of steps of a plan
 LEAST_STEPS, MOST_STEPS = 4, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceJob:
-    """One job that is timed."""
+    """The sizes and degrees of parallelism of one timed job."""
 
     hidden: int
     layers: int
@@ -49,11 +49,11 @@ class ReferenceJob:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.data * self.tensor * self.pipeline
 
     def shape(self) -> ModelShape:
-        """A small Llama."""
+        """Return a small Llama of these sizes."""
         heads = max(2, self.hidden // self.head_dim)
         return ModelShape(
             name="reference", layers=self.layers, hidden=self.hidden, heads=heads, kv_heads=2, head_dim=self.head_dim,
@@ -61,7 +61,7 @@ class ReferenceJob:
         )  # fmt: skip
 
     def layout(self) -> Layout:
-        """Everything not named is 1 or off."""
+        """Return the layout; everything that the job does not name is 1 or off."""
         return Layout(
             data=self.data, shard=self.data if self.zero else 1, tensor=self.tensor, context=1, pipeline=self.pipeline,
             virtual_pipeline=1, expert=1, zero=self.zero, sequence_parallel=self.tensor > 1, micro_batch=self.micro,
@@ -70,7 +70,10 @@ class ReferenceJob:
         )  # fmt: skip
 
     def step(self, parameters: int) -> CpuStep:
-        """As the formula reads it; `parameters` of the busiest rank before sharding."""
+        """Return the step as the cost model's formula takes it.
+
+        `parameters` are those of the busiest rank, before sharding.
+        """
         shape = self.shape()
         return CpuStep(
             layers=self.layers, hidden=self.hidden, heads=shape.heads, kv_heads=2, head_dim=self.head_dim,
@@ -81,43 +84,45 @@ class ReferenceJob:
 
 
 def reference_jobs(cores: int) -> list[list[ReferenceJob]]:
-    """Jobs in groups of the same number of ranks: what each group is for stands beside it."""
+    """Return the timed jobs, in groups with the same number of ranks."""
     n = max(1, min(cores, MOST_RANKS))
     job = ReferenceJob
-    alone = [  # one rank per core: issuing, matrices, attention, logits, layers and micro-batches
+    # One rank per core. In this order the cost of: issuing operations, matrix products, attention, logits, layers and
+    # micro-batches.
+    alone = [
         job(hidden=64, layers=2, sequence=64, micro=2, data=n),
         job(hidden=256, layers=2, sequence=256, micro=2, head_dim=64, vocab=512, data=n),
         job(hidden=128, layers=1, sequence=1024, micro=1, data=n),
         job(hidden=64, layers=1, sequence=128, micro=8, vocab=8192, data=n),
         job(hidden=128, layers=3, sequence=128, micro=2, count=3, data=n),
     ]
-    shared = [  # two ranks per core: sharded layers, a pipeline
+    shared = [  # two ranks per core: sharded layers, then a pipeline
         job(hidden=128, layers=2, sequence=128, micro=2, data=2 * n, zero=3),
         job(hidden=128, layers=4, sequence=128, micro=2, count=4, pipeline=2, data=n, zero=2 if n > 1 else 0),
     ]
     groups = [alone, shared]
-    if n > 1:  # all threads in one rank; split tensors
+    if n > 1:  # one rank with all threads, then tensor parallelism
         groups.append([job(hidden=256, layers=2, sequence=256, micro=4, head_dim=64, vocab=512)])
         groups.append([job(hidden=128, layers=2, sequence=128, micro=4, tensor=2)])
     return groups
 
 
 def time_jobs(rank: int, jobs: list[ReferenceJob], threads: int) -> list[tuple[float, int]]:
-    """(seconds of a step, parameters of this rank) of every job; called on every rank of a group."""
+    """Return (seconds of a step, parameters of this rank) for every job; called on every rank of a group."""
     torch.set_num_threads(threads)
-    found = []
+    measurements = []
     for job in jobs:
         settings = Settings(layout=job.layout(), sequence=job.sequence)
         engine = Engine(job.shape(), settings, Optim(), device=torch.device("cpu"))
         engine.initialise()
         times = _time_steps(engine, job.vocab, job.micro * job.count, budget_s=BUDGET_S)
-        held = sum(shard.tensor.numel() for shard in engine.shards) * (job.data if job.zero else 1)
-        found.append((statistics.median(times), held))
-    return found
+        parameters = sum(shard.tensor.numel() for shard in engine.shards) * (job.data if job.zero else 1)
+        measurements.append((statistics.median(times), parameters))
+    return measurements
 
 
 def time_plan(rank: int, text: str, count: int, threads: int) -> float:
-    """Seconds of a step of a plan with `count` micro-batches; called on every rank of it."""
+    """Return the seconds of a step of a plan with `count` micro-batches; called on every rank of the plan."""
     torch.set_num_threads(threads)
     plan = Plan.from_json(text)
     layout = replace(plan.layout, accumulation=count)
@@ -126,12 +131,15 @@ def time_plan(rank: int, text: str, count: int, threads: int) -> float:
     engine.initialise()
     rows = layout.micro_batch * count
     times = _time_steps(engine, plan.job.model.vocab, rows, budget_s=PLAN_BUDGET_S)
-    # As a report says it. A lower quartile was 10 % below that on a machine whose speed wanders.
+    # The median, as in a run's report. The lower quartile was 10 % below it on a machine of varying speed.
     return statistics.median(times)
 
 
 def _time_steps(engine: Engine, vocab: int, rows: int, *, budget_s: float) -> list[float]:
-    """Seconds of every step but the first, which sets things up. Rank 0's clock says for all how many there are."""
+    """Return the seconds of every step except the first, which sets things up.
+
+    Rank 0's clock decides for all ranks how many steps there are.
+    """
     tokens = torch.randint(0, vocab, (rows, engine.settings.sequence + 1))
     times: list[float] = []
     spent = torch.zeros(1)
@@ -146,7 +154,7 @@ def _time_steps(engine: Engine, vocab: int, rows: int, *, budget_s: float) -> li
 
 
 def main() -> int:
-    """Time every job, or the plan, and print a line for each."""
+    """Time every job, or the plan, and print a JSON line for each."""
     if sys.argv[1] == "--plan":
         count, cores = map(int, sys.argv[2:4])
         text = sys.stdin.read()

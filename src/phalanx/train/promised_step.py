@@ -1,4 +1,4 @@
-"""Comparison of a run's third step with the kernels that were selected for it."""
+"""Compares a run's step time with the measured times of the kernels that were selected for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CHECKED_STEP = 3  # the first step compiles, and the second may still allocate
 
 
 class PromisedStep(Callback):
-    """Prints once, after the third step that compiles nothing, whether the step takes as long as its kernels did."""
+    """Records, once, whether the third step without compilation takes as long as its kernels were measured to take."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Compare the step, less its wait for data, with the sum of what was measured."""
+        """Compare the step's time, without its wait for data, with the sum of the measured kernel times."""
         if self._steps >= CHECKED_STEP or report.compile_s or report.samples:
             return
         self._steps += 1

@@ -1,4 +1,4 @@
-"""What a rank hears from those who look after it, and how it answers; the loop knows nothing else of them."""
+"""The training loop's only interface to its agent: stop requests, progress reports, fences, in-memory copies."""
 
 from __future__ import annotations
 
@@ -21,40 +21,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankControl:
-    """Of one rank in one generation. Without an agent (torchrun, srun) most of it is silent."""
+    """The callbacks and values that connect one rank's training loop to its agent, in one generation.
 
-    stop: Callable[[], bool]  # the run is to end after this step
-    progress: Callable[[int, Phase], None]  # called after every step, and before and after everything that takes long
+    Without an agent (torchrun, srun) most fields keep their defaults, which do nothing.
+    """
+
+    stop: Callable[[], bool]  # returns True when the run is to end after this step
+    # Reports (steps done, phase): called after every step, and before and after everything that takes long.
+    progress: Callable[[int, Phase], None]
     generation: int = 0
-    went_s: float | None = None  # Unix time at which this launch began to train; None is now
-    reform: Callable[[], bool] = lambda: False  # the membership is to be left after this step
-    leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
+    # Unix time at which this launch began to train; None: now.
+    went_s: float | None = None
+    # Returns True when the membership is to be left after this step.
+    reform: Callable[[], bool] = lambda: False
+    leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case, in replays
     keeper: InMemoryCheckpointer | None = None  # copies in host memory
-    case: Divergence | None = (
-        None  # copies that differed before this generation, and which of them was wrong is not known
-    )
-    copies: HostCopies = field(
-        default_factory=HostCopies
-    )  # host memory that saves copy into, from generation to generation
-    compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
+    # Copies of the state that differed before this generation, where it is not known which of them was wrong.
+    case: Divergence | None = None
+    # Host memory that saves copy into, reused from generation to generation.
+    copies: HostCopies = field(default_factory=HostCopies)
+    # Compiled code that this process has compared with eager code, by `guard.compiled.code_key`.
+    compared: set[str] = field(default_factory=set)
     hooks: DrillHooks = field(default_factory=DrillHooks)
-    fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
-    over: Callable[[], bool] = lambda: False  # the membership has ended: others form the next one
-    rounds: ReplicaRounds | None = None  # where model replicas come and go within the membership
-    peers: PeerTraining | None = None  # where this is one of several peers on slow links
+    # The context in which a checkpoint is committed.
+    fence: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Returns True once the membership has ended and the next is being formed.
+    over: Callable[[], bool] = lambda: False
+    rounds: ReplicaRounds | None = None  # set where model replicas come and go within the membership
+    peers: PeerTraining | None = None  # set where this rank belongs to one of several peers on slow links
 
     def check(self) -> None:
-        """Raise Interrupted when the membership has ended; called before a number is kept that ranks agreed on.
+        """Raise Interrupted if the membership has ended.
 
-        Whoever waits in a collective of NCCL when it is aborted comes out of it as if all were well, with whatever the
-        kernel had done by then. It is aborted only after `over` has become true.
+        Called before a number that ranks agreed on is used. A rank that waits in a collective of NCCL when it is
+        aborted returns from it without an error, with whatever the kernel had computed by then; the abort comes only
+        after `over` has become true.
         """
         if self.over():
             raise Interrupted
 
 
 class UntrustedState(Exception):
-    """The state is not to be trusted from some step on: every rank leaves, and the run goes on from before it."""
+    """The state is damaged from some step on: every rank leaves, and the run continues from a step before it."""
 
     def __init__(
         self,

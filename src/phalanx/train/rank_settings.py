@@ -1,4 +1,4 @@
-"""What a rank must know to build its part of a job: the layout and the choices the plan leaves to the trainer."""
+"""Settings: the layout and everything else a rank needs to build its part of a job."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # what is not a matrix product stays in bf16
+    "fp8": torch.bfloat16,  # operations other than matrix products stay in bf16
     "fp64": torch.float64,  # for proofs: `phalanx verify` and the parity tests
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The layout with everything else that changes how a step is computed."""
+    """The layout, with everything else that changes how a step is computed."""
 
     layout: Layout
     sequence: int
     compute: str = "fp32"
-    fp8_head: bool = False  # the products of the output head too, where its loss goes over the tokens in parts
+    # Also the output head's products, if its loss is computed in parts of the tokens.
+    fp8_head: bool = False
     reduce: str = "fp32"
     master: str = "fp32"
     context_kind: str = "ring"
     loss_parallel: bool = True
-    recompute_layers: int | None = None  # of each stage; None is all of them
+    recompute_layers: int | None = None  # layers of each stage that are recomputed; None: all
     compile: bool = False
-    compile_backend: str = "inductor"  # tests take "aot_eager": the same graphs without a compiler
-    lean: bool | None = None  # hold large logits and products of MLPs in part only; None: on GPUs
+    compile_backend: str = "inductor"  # tests use "aot_eager": the same graphs without a compiler
+    lean: bool | None = None  # never store large logits and MLP products whole; None: on GPUs
     reproducible: bool = False
     seed: int = 0
-    bucket_mib: float | None = None  # of gradients that are summed together; None is the trainer's own choice
-    fixed_loss_scale: float | None = None  # in fp16; None finds it while training
-    allow_code: bool = False  # whether code that the job names may be run
+    bucket_mib: float | None = None  # gradients that are summed together; None: chosen by the trainer
+    fixed_loss_scale: float | None = None  # in fp16; None: adapted while training
+    allow_code: bool = False  # True if code that the job names may be run
     loss: str = ""  # reference of the user's own loss
-    optimizer: str = ""  # and of the user's own optimizer
-    order: tuple[str, ...] = ()  # what each pipeline rank does; without it, as the layout's schedule says
+    optimizer: str = ""  # reference of the user's own optimizer
+    order: tuple[str, ...] = ()  # actions of each pipeline rank; empty: the layout's schedule
     scale: Scale = field(default_factory=Scale)  # how first values and updates follow the model's size
 
     @classmethod
     def of(cls, job: Job, layout: Layout, *, on_gpu: bool, allow_code: bool = False) -> Settings:
-        """The settings of a planned job."""
+        """Return the settings of a planned job."""
         if problems := precision_problems(job):
             raise UserError(problems)
         reduced = job.precision.compute not in ("fp32", "fp64")
@@ -82,44 +83,41 @@ class Settings:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of activations and of the weights as they are used."""
+        """Dtype of activations, and of the weights as they are used."""
         return DTYPES[self.compute]
 
     def chunks_loss(self, shape: ModelShape, device: torch.device) -> bool:
-        """Whether loss and gradients of the logits are computed for a part of the tokens at a time."""
+        """Return True if the loss and the logits' gradients are computed for a part of the tokens at a time."""
         layout = self.layout
         tokens = layout.micro_batch * self.sequence // layout.context
-        can = bool(drops_logits(tokens, shape.vocab, tensor=layout.tensor, pipeline=layout.pipeline))
-        return self._is_lean(device) and can and not self.loss and not shape.module
+        is_possible = bool(drops_logits(tokens, shape.vocab, tensor=layout.tensor, pipeline=layout.pipeline))
+        return self._is_lean(device) and is_possible and not self.loss and not shape.module
 
     def drops_product(self, shape: ModelShape, device: torch.device) -> bool:
-        """Whether backward makes the product of a gated MLP again."""
+        """Return True if backward computes the product of a gated MLP again instead of storing it."""
         layout = self.layout
         tokens = layout.micro_batch * self.sequence // layout.context
         splits = splits_backward(layout)
-        can = bool(drops_product(tokens, shape.ffn, tensor=layout.tensor, splits_backward=splits))
-        plain = self.compute != "fp8" and layout.recompute == "none" and not shape.is_moe and not shape.module
-        return self._is_lean(device) and can and plain and shape.gated and shape.activation == "silu"
+        is_possible = bool(drops_product(tokens, shape.ffn, tensor=layout.tensor, splits_backward=splits))
+        is_plain = self.compute != "fp8" and layout.recompute == "none" and not shape.is_moe and not shape.module
+        return self._is_lean(device) and is_possible and is_plain and shape.gated and shape.activation == "silu"
 
     def _is_lean(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.lean is None else self.lean
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of gradients while they are summed."""
+        """Dtype of gradients while they are summed."""
         return DTYPES[self.reduce]
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of the weights the optimizer updates."""
+        """Dtype of the weights that the optimizer updates."""
         return DTYPES[self.master]
 
 
-# What a layout asks of a model, checked before a process is started: `check_layout` lists everything that is wrong.
-
-
 def check_layout(shape: ModelShape, settings: Settings) -> list[Problem]:
-    """Every reason why the trainer cannot run this layout of this model; none when it can."""
+    """Return every reason why the trainer cannot run this layout of this model; empty if it can."""
     demand = Demand(
         layout=settings.layout,
         sequence=settings.sequence,
@@ -131,6 +129,6 @@ def check_layout(shape: ModelShape, settings: Settings) -> list[Problem]:
 
 
 def refuse_layout(shape: ModelShape, settings: Settings) -> None:
-    """Raise UserError with everything `check_layout` finds."""
+    """Raise UserError with every problem that `check_layout` finds."""
     if problems := check_layout(shape, settings):
         raise UserError(problems)

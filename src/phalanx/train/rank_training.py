@@ -1,4 +1,4 @@
-"""A rank's training in one membership: the engine is built, the run's state taken up, and the loop run."""
+"""One rank's training in one membership: builds the engine, restores the run's state, and runs the training loop."""
 
 from __future__ import annotations
 
@@ -62,20 +62,29 @@ def train_rank(
     report_restored: Callable[..., None] = lambda **fields: None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[str, int]:
-    """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
+    """Build the engine, restore the run's state and run the training loop.
 
-    `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
-    Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
-    agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
-    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `report_restored`
-    sends the step and source that training goes on from. `callbacks` are called behind those of the job.
+    Returns how the loop ended ("done", "stopped" or "reform") and the number of steps done.
+
+    Args:
+        copies: copies of the state in host memory; without them, the newest checkpoint is restored.
+        at_most: restore a checkpoint of at most so many steps, and delete newer ones.
+        store, joined_s: the store in which the ranks met, and the seconds it took to make the group of all ranks.
+        notes: what NCCL cannot use on this host; recorded with the communicators.
+        allow_code: consent to run code that the job names, from the user who started the agent; the run folder cannot
+            give it.
+        built: called by a model replica that joins late once it is built; it then takes the state of the others.
+        enter_round: called before replicas are connected: sockets made from then on are cut when a replica is lost.
+        report_restored: called on rank 0 with the step and the source that training continues from.
+        callbacks: called after those of the job.
     """
     across = control.rounds.across if control.rounds is not None else None
     began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
     plugins = load_plugins(job, allow_code=allow_code)
     plugins = replace(plugins, callbacks=(*plugins.callbacks, *callbacks))
-    listening = listening_sockets()  # what plug-ins open is theirs
+    # Sockets that plug-ins have opened: they stay open to other processes.
+    listening = listening_sockets()
     refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(
         job.model,
@@ -101,13 +110,14 @@ def train_rank(
     )
     control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
-        remove_drafts(folder.checkpoints)  # what dead processes left half done
+        # Half-written checkpoints of dead processes.
+        remove_drafts(folder.checkpoints)
     if built is not None:
         engine.initialise_unsaved()
         restored, source = RestoredRun(), "replica"
     else:
         restored, source = _restore_state(engine, folder, copies, at_most)
-        # Only now: the state that replaces them was verified as it was restored.
+        # After restoring, which has verified the older state that the run continues from.
         if at_most is not None and dist.get_rank() == 0 and (across is None or across.replica == 0):
             deleted = delete_commits_after(folder.checkpoints, at_most)
             if deleted:
@@ -119,7 +129,8 @@ def train_rank(
     try:
         if control.rounds is not None:
             restored = _meet_replicas(control, engine, restored, built, enter_round)
-            if built is not None:  # what the process before left in memory is in that of the other replicas too
+            # The copies of the earlier process are in the memory of the other replicas too.
+            if built is not None:
                 training.checkpoints.safe_step = restored.step
         if restored.data and restored.data != training.batches.digest:
             raise _data_changed(job, before=restored.data, now=training.batches.digest)
@@ -155,7 +166,10 @@ def _meet_replicas(
     built: Callable[[], None] | None,
     enter_round: Callable[[int], None],
 ) -> RestoredRun:
-    """Connect to the other replicas for the first time; whoever is behind them takes their state."""
+    """Connect to the other model replicas for the first time.
+
+    A replica that has done fewer steps than another takes over its state.
+    """
     assert control.rounds is not None
     if built is not None:
         built()
@@ -169,37 +183,43 @@ def _meet_replicas(
 def _restore_state(
     engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None
 ) -> tuple[RestoredRun, str]:
-    """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
+    """Restore the state from host memory, else from disk, else initialise it; return it with its source.
+
+    A damaged copy in memory is a warning, and the next source is tried.
+    """
     warnings: tuple[str, ...] = ()
     engine.initialise_unsaved()
     if copies is not None:
-        found = restore_from_replicas(engine, copies)
-        if not found.warnings:
-            return found, "memory"
-        warnings = found.warnings
-    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most, run_id=folder.run_id)
+        restored = restore_from_replicas(engine, copies)
+        if not restored.warnings:
+            return restored, "memory"
+        warnings = restored.warnings
+    restored = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most, run_id=folder.run_id)
     if at_most is None and dist.get_rank() == 0:
-        warnings = (*warnings, *_lost_checkpoint_warning(folder, found.step))
-    if not found.step:
+        warnings = (*warnings, *_lost_checkpoint_warning(folder, restored.step))
+    if not restored.step:
         engine.initialise()
         seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
-    return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
+    return replace(restored, warnings=(*warnings, *restored.warnings)), "disk" if restored.step else "start"
 
 
 def _lost_checkpoint_warning(folder: Run, restored_step: int) -> list[str]:
-    """A warning where a newer step than the one restored was saved, and is no longer there."""
+    """Return a warning if a newer step than the restored one was saved and its checkpoint is no longer there."""
     newest = folder.committed_step()
     if newest is None or newest <= restored_step:
         return []
     if newest in {commit_step(place.name) for place in list_commits(folder.checkpoints)}:
-        return []  # damaged: the reason was told
+        return []  # damaged: restoring has warned of it
     what = f"the checkpoint of step {newest:,} was saved, and is gone"
     why = f"training goes on from step {restored_step:,}" if restored_step else "training starts again from step 0"
     return [Problem(where=str(folder.checkpoints), what=what, why=why).render()]
 
 
 def _data_changed(job: Job, *, before: str, now: str) -> UserError:
-    """The data is not what the checkpoint had learnt from; names the folder where digests differ."""
+    """Return the error for a dataset that differs from the one the checkpoint was trained on.
+
+    It names the folder whose digest differs, where digests can be compared folder by folder.
+    """
     paths, old, new = job.data.paths, before.split("+"), now.split("+")
     if job.plugins.data or not len(paths) == len(old) == len(new):
         where, digests = job.plugins.data or ", ".join(paths), ""
@@ -216,9 +236,9 @@ def _data_changed(job: Job, *, before: str, now: str) -> UserError:
 
 
 def _size_warning(job: Job, settings: Settings) -> list[str]:
-    """A warning where a network of the user's own is not of the size that was planned."""
+    """Return a warning if the user's own network has another size than the plan assumed."""
     if not job.model.module:
         return []
     network = build_outline(job.model, allow_code=settings.allow_code)
-    found = differs_from_shape(network, job.model)
-    return [found.render()] if found is not None else []
+    problem = differs_from_shape(network, job.model)
+    return [problem.render()] if problem is not None else []

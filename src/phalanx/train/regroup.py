@@ -1,9 +1,9 @@
-"""Model replicas that come and go within a membership: the others keep their groups, and this follows who is present.
+"""Connects model replicas that come and go within a membership; their inner process groups stay as they are.
 
-The coordinator numbers the changes ("rounds"). At each of them the ranks that hold the same shard connect anew, compare
-how many steps their replicas have done, and whoever is behind takes the state of a replica that is furthest ahead: one
-that was lost in the step and missed its end, or one that was built anew. The decision to learn from a step is taken by
-a replica as a whole, so a replica is never ahead in parts.
+The coordinator numbers the changes of who is present ("rounds"). In each round the ranks that hold the same shard
+connect again and compare how many steps their replicas have done. A replica that is behind takes the state of one
+that is furthest ahead: it was lost during the step, or was built anew. All ranks of a replica decide together whether
+to learn from a step, so the parts of a replica are always at the same step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from phalanx.train.engine import Engine
 from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.state.training_state import state_numbers, take_state_numbers
 
-NO_STATE = -1  # in place of the number of steps: nothing that others could go on from
-MOST_NUMBERS = 1 << 16  # bytes of the numbers beside tensors
+NO_STATE = -1  # sent instead of the number of steps by a replica without a usable state
+MOST_NUMBERS = 1 << 16  # bytes of the state's numbers that are not tensors, as JSON
 Message = Mapping[str, Any]
 
 
 class ReplicaRounds:
-    """Of one rank in one membership. `wait` gives the next round after a number, and waits for it."""
+    """One rank's connection to the other model replicas in one membership.
+
+    `wait(number)` blocks until the coordinator sends the round after `number`, and returns it.
+    """
 
     def __init__(
         self,
@@ -50,15 +53,17 @@ class ReplicaRounds:
         self._is_dirty = first is None  # a replica that joins late has nothing yet
 
     def regroup(self, engine: Engine, step: int) -> int:
-        """Connect to the replicas of the next round, once or until it holds; the steps that all of them have done now.
+        """Connect to the replicas of the next round; return the steps that all of them have done now.
 
-        Every rank of the replica calls this together. Raises Interrupted where this replica is the one left out.
+        Later rounds are entered until one connects completely. Every rank of the replica calls this together. Raises
+        Interrupted if this replica is the one left out.
         """
         began_s = time.monotonic()
         while True:
             reached = self._enter_next(engine, step)
             newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
-            while newest > self._number:  # others of this replica have heard more than we
+            # Other ranks of this replica are in a newer round.
+            while newest > self._number:
                 reached = self._enter_next(engine, step)
                 newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
             if reached is not None and not is_lost:
@@ -70,13 +75,14 @@ class ReplicaRounds:
                     behind=reached != step,
                     seconds=time.monotonic() - began_s,
                 )
-                if self.across.position == 0:  # one speaks for the replica: all of its ranks are connected
+                # One rank reports for the replica, all of whose ranks are connected.
+                if self.across.position == 0:
                     self._confirm(round=self._number)
                 return reached
             self._is_dirty = self._is_dirty or (reached is not None and reached != step)
 
     def are_all_here(self, engine: Engine, step: int) -> bool:
-        """Whether all replicas of the round came as far as `step`, so that none is left behind that needs another.
+        """Return True if every replica of the round has reached `step`, so that none is left that needs another.
 
         All ranks of a replica get the same answer.
         """
@@ -86,7 +92,7 @@ class ReplicaRounds:
         return not lost.item()
 
     def _enter_next(self, engine: Engine, step: int) -> int | None:
-        """Connect in the next round; the steps that are done, or None where somebody was lost meanwhile."""
+        """Connect in the next round; return the steps done, or None if a replica was lost meanwhile."""
         while True:
             message, self._first = self._first or self._wait(self._number), None
             present = [int(replica) for replica in message["present"]]
@@ -95,61 +101,67 @@ class ReplicaRounds:
                 return self._meet_replicas(engine, step, message, present)
             if self._number >= 0:
                 raise Interrupted
-            # Not yet one of them: others were lost while we were built.
+            # A round without this late replica: another one was lost while this one was built.
 
     def _vote_on_round(self, engine: Engine, *, is_lost: bool) -> tuple[int, bool]:
-        """In step with the others of this replica: the newest round that one is in, and whether all are connected.
+        """Return the newest round that any rank of this replica is in, and True if some rank lost a connection.
 
-        Whoever is in the newest already says the same again until the others are there.
+        Every rank of the replica calls this. A rank that is in the newest round repeats its vote until the others are
+        there.
         """
         while True:
-            mine = torch.tensor([self._number, -self._number, int(is_lost)], device=engine.device)
+            # One maximum gives the newest round, the oldest (negated), and any loss.
+            vote = torch.tensor([self._number, -self._number, int(is_lost)], device=engine.device)
             if dist.get_world_size() > 1:
-                dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-            newest, oldest, lost = int(mine[0]), -int(mine[1]), bool(mine[2])
+                dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+            newest, oldest, lost = int(vote[0]), -int(vote[1]), bool(vote[2])
             if newest == oldest or self._number < newest:
                 return newest, lost
 
     def _meet_replicas(self, engine: Engine, step: int, message: Message, present: list[int]) -> int | None:
+        """Connect to the replicas of a round; return the steps done, or None if a replica was lost meanwhile."""
         host, port = message["store"]
         try:
-            place = TCPStore(
+            tcp_store = TCPStore(
                 str(host),
                 int(port),
                 is_master=False,
                 timeout=timedelta(seconds=self._timeout_s),
                 wait_for_workers=False,
             )
-            store = PrefixStore(f"{self._generation}", place)
+            store = PrefixStore(f"{self._generation}", tcp_store)
             self.across.join(store, number=self._number, present=present, timeout_s=self._timeout_s)
         except (RuntimeError, OSError):
             self.across.leave()
             return None
-        own = NO_STATE if self._is_dirty else step
-        told = self.across.gather(torch.tensor([own]))
-        if told is None:
+        own_step = NO_STATE if self._is_dirty else step
+        gathered = self.across.gather(torch.tensor([own_step]))
+        if gathered is None:
             return None
-        steps = {replica: int(one.item()) for replica, one in told.items()}
+        steps = {replica: int(value.item()) for replica, value in gathered.items()}
         newest = max(steps.values())
         if newest == NO_STATE:
             raise ConnectionError("connection to every replica that had a state was lost")
         if set(steps.values()) == {newest}:
             return newest
-        source = min(replica for replica, one in steps.items() if one == newest)
-        return newest if self._take_over(engine, source, is_behind=own != newest) else None
+        source = min(replica for replica, value in steps.items() if value == newest)
+        return newest if self._take_over(engine, source, is_behind=own_step != newest) else None
 
     def _take_over(self, engine: Engine, source: int, *, is_behind: bool) -> bool:
-        """Those that are behind take the state of `source`; all ranks of the round call this."""
+        """Copy the state of replica `source` to the replicas that are behind; return False if one was lost meanwhile.
+
+        All ranks of the round call this.
+        """
         self._is_dirty = self._is_dirty or is_behind
         text = json.dumps(state_numbers(engine)).encode()
         numbers = torch.zeros(MOST_NUMBERS, dtype=torch.uint8)
         numbers[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if not self.across.copy_from(source, [numbers]):
             return False
-        # Of a replica that is not behind these are the same bits already.
+        # A replica that is not behind has the same bits already, and receives into copies.
         optimizer = engine.optimizer.state()
         tensors = [shard.tensor for shard in (*engine.weights(), *optimizer)]
-        if not self.across.copy_from(source, tensors if is_behind else [one.clone() for one in tensors]):
+        if not self.across.copy_from(source, tensors if is_behind else [tensor.clone() for tensor in tensors]):
             return False
         if is_behind:
             take_state_numbers(engine, optimizer, json.loads(numbers.numpy().tobytes().rstrip(b"\0")))

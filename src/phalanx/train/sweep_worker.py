@@ -1,4 +1,4 @@
-"""A process of a sweep: takes runs from its standard input, trains each by itself, and answers on standard output.
+"""A worker process of a sweep: reads runs from standard input, trains each, and answers on standard output.
 
 {"run": FOLDER, "save_at": STEP, "trunk": FOLDER, "trunk_step": STEP}      one line each, until the input ends
 {"progress": STEP}                                                         while it trains, a few times a second
@@ -22,7 +22,7 @@ PROGRESS_S = 0.5
 
 
 class SweepStop:
-    """Counts the signals that ask for an end; the run in hand saves a checkpoint first."""
+    """Records SIGINT and SIGTERM; the current run saves a checkpoint before the worker ends."""
 
     def __init__(self) -> None:
         self.stopping = False
@@ -34,12 +34,15 @@ class SweepStop:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the input ends; `arguments` are the caller's process id and how many workers share this machine."""
+    """Train runs until the input ends.
+
+    `arguments` are the caller's process id, and the number of workers that share this machine.
+    """
     caller, sharers = int(arguments[0]), int(arguments[1])
     die_with(caller)
     stop_requests = SweepStop()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr: stdout holds answers only
     for line in sys.stdin:
         if stop_requests.stopping:
             break
@@ -48,6 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _answer(answers: TextIO, value: dict[str, Any]) -> None:
+    """Write one answer; end the process if the caller is gone."""
     try:
         print(json.dumps(value), file=answers, flush=True)
     except BrokenPipeError:
@@ -55,6 +59,7 @@ def _answer(answers: TextIO, value: dict[str, Any]) -> None:
 
 
 def _train(task: dict[str, Any], stop_requests: SweepStop, answers: TextIO, *, sharers: int) -> dict[str, Any]:
+    """Train one run and return the answer for it."""
     from phalanx.record.run import Run
     from phalanx.train.lone_rank import SweepWatch, start_from_trunk, train_lone_rank
 
@@ -81,7 +86,7 @@ def _train(task: dict[str, Any], stop_requests: SweepStop, answers: TextIO, *, s
                 answer |= {"state": "failed", "message": "nothing is held out to measure the loss on"}
             else:
                 answer |= {"loss": watch.score.loss, "bits_per_byte": watch.score.bits_per_byte}
-    except Exception as error:  # one run of many: told, and the others go on
+    except Exception as error:  # reported for this run; the sweep continues
         answer["message"] = visible(f"{type(error).__name__}: {error}")[:2000]
     return {**answer, "seconds": time.monotonic() - began_s}
 

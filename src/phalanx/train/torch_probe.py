@@ -1,4 +1,7 @@
-"""Probe worker on one device with torch: `python -m phalanx.train.torch_probe TASK`. Never imported by the planner."""
+"""Probe worker on one device with torch: `python -m phalanx.train.torch_probe TASK`.
+
+The planner never imports it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from phalanx.hardware.probe_worker import Call, ProbeTask, serve_probe
 
 
 class TorchEngine:
-    """bf16 on a GPU with NCCL, fp32 on one core with gloo: what the trainer itself will run on."""
+    """Timed operations as the trainer runs them: bf16 with NCCL on a GPU, or fp32 with gloo on one core."""
 
     def __init__(self, task: ProbeTask) -> None:
         gpu = task.device == "cuda"
@@ -36,43 +39,43 @@ class TorchEngine:
             )
 
     def matmul(self, size: int) -> Call:
-        """Multiply two square matrices."""
-        # Normal values: an all-zero or all-one operand draws less power and flatters a GPU's clock.
-        left = torch.randn(size, size, device=self._device, dtype=self._dtype)
-        right = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        """Return a call that multiplies two square matrices."""
+        # Random values: constant operands draw less power, so that a GPU's clock stays higher than in training.
+        first = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        second = torch.randn(size, size, device=self._device, dtype=self._dtype)
         out = torch.empty(size, size, device=self._device, dtype=self._dtype)
-        return lambda: torch.mm(left, right, out=out)
+        return lambda: torch.mm(first, second, out=out)
 
     def copy(self, num_bytes: int) -> Call:
-        """Copy a buffer in device memory."""
+        """Return a call that copies a buffer in device memory."""
         source = torch.ones(num_bytes // 4, device=self._device)
         target = torch.zeros_like(source)
         return lambda: target.copy_(source)
 
     def small_op(self) -> Call:
-        """Add two vectors of eight."""
+        """Return a call that adds two vectors of eight elements."""
         first = torch.ones(8, device=self._device)
         second = torch.ones(8, device=self._device)
         return lambda: first + second
 
     def all_reduce(self, num_bytes: int) -> Call:
-        """Sum a buffer over all ranks."""
+        """Return a call that sums a buffer over all ranks."""
         values = torch.zeros(num_bytes // 4, device=self._device)
         return lambda: dist.all_reduce(values)
 
     def agree(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         shared = torch.tensor([value], device=self._device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
     def sync(self) -> None:
-        """Wait until the GPU has done what was asked; the CPU is always done."""
+        """Wait until the GPU has finished; a CPU needs no wait."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What a rank's training consists of, in one place: the loop works on it, and callbacks get it as `training`."""
+"""The training context: everything a rank's training consists of; callbacks get it as `training`."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class TrainingContext:
         self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
         self.control, self.memory = control, memory
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if engine.across is not None:  # each replica is a torch world of its own
+        if engine.across is not None:  # torch's world is one model replica
             self.rank, self.world_size = engine.across.rank, engine.across.replicas.layout.devices
-        self.step = 0  # steps that are done, and so the number of the step that is being taken
-        self.lr = 0.0  # of that step
+        self.step = 0  # number of steps done, which is also the number of the step being taken
+        self.lr = 0.0  # learning rate of that step
         self._stop_requested = False
         plugins = plugins or LoadedPlugins()
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
@@ -63,7 +63,7 @@ class TrainingContext:
         else:
             self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
         self.timeouts = CollectiveTimeouts.of(plan)
-        # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
+        # Not in every step if the user's own callbacks, or peers, may change weights between two updates.
         self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks and control.peers is None)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluator(self, metrics=plugins.metrics)
@@ -73,17 +73,20 @@ class TrainingContext:
             [
                 self.timeouts,
                 CompiledCodeCheck(),
-                *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),  # those below find its damage
-                self.comparison,  # before anything is written down
+                # Before the checks, which have to find its damage.
+                *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),
+                self.comparison,  # before any callback records numbers of the step
                 self.telemetry,
                 ChangedBuffers(),
                 StalledTraining(),
                 self.skipped_steps,
                 PromisedStep(),
                 *plugins.callbacks,
-                *([control.peers] if control.peers is not None else []),  # what is scored and saved is what peers share
+                # Before evaluation and checkpoints, so that the weights scored and saved are those that peers share.
+                *([control.peers] if control.peers is not None else []),
                 self.evaluation,
-                self.checkpoints,  # last: it saves what all others have become
+                # After all callbacks with state, so that it saves their state after this step.
+                self.checkpoints,
                 TextSamples(),
             ],
             own=plugins.callbacks,
@@ -94,32 +97,32 @@ class TrainingContext:
             engine.wants_round = control.rounds.is_due
 
     def restore_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint holds beside the engine's state: states of callbacks, the position in the data."""
+        """Restore the part of a checkpoint that is not the engine's: callbacks' states and the data position."""
         self.callbacks.load_state_dict(extras.get("callbacks") or {})
         self.batches.restore_position(extras.get("data_position"))
         self.skipped_steps.in_a_row = int(extras.get("skipped_in_a_row") or 0)
 
     def rank_requests(self) -> tuple[bool, ...]:
-        """What this rank asks of all ranks, by StepRequest; they hear of it with the step's numbers."""
+        """Return this rank's requests, indexed by StepRequest; all ranks get them with the step's numbers."""
         stop = self._stop_requested or self.control.stop()
         return stop, self.checkpoints.is_due(), self.control.reform(), self.checkpoints.is_copy_unsafe()
 
     def close(self) -> None:
-        """Give up what runs beside the steps; this membership is over."""
+        """Stop the threads of saves and batches; this membership is over."""
         self.checkpoints.saver.abandon()
         self.batches.close()
 
     # ---- for callbacks ---------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the run after the step that follows, with a checkpoint: one rank that asks is enough."""
+        """End the run after the next step, with a checkpoint; a request by one rank is enough."""
         self._stop_requested = True
 
     def save(self) -> None:
-        """Save a checkpoint after the step that follows: one rank that asks is enough."""
+        """Save a checkpoint after the next step; a request by one rank is enough."""
         self.checkpoints.request_save()
 
     def pause(self) -> None:
-        """No step for a while: the coordinator and the other ranks are to wait longer."""
+        """Announce a pause without steps: the coordinator and the other ranks wait longer until the next step."""
         self.control.progress(self.step, Phase.RESTING)
         self.timeouts.lengthen()

@@ -1,7 +1,7 @@
-"""One rank of a run: joins the others, builds its part of the job, and trains; under an agent, again and again.
+"""One rank's process under an agent: joins each membership of the run and trains in it.
 
-A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next membership, and
-builds itself anew from what host memory or the disk holds.
+A rank that loses a peer keeps its process: it leaves the process group, waits for its rank number in the next
+membership, and rebuilds its model and state from copies in host memory or from disk.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, monitored_rank
 from phalanx.train.telemetry.sharing import Sharers
 
-ROUND_S = 10.0  # beyond the time after which a replica counts as lost, to hear who is present
-MOST_UNWRITTEN = 8  # memberships whose last events wait for a disk that takes them; 4 MiB each at most
+# Beyond the time after which a replica counts as lost: until the coordinator has sent who is present.
+ROUND_S = 10.0
+# Event writers of earlier memberships that a full disk kept from writing; each holds at most 4 MiB.
+MOST_UNWRITTEN = 8
 
 
 class Rank:
-    """A process that an agent keeps in a slot: trains in one membership after the other until it is told to end."""
+    """The process in one slot of a host: trains in one membership after the other until its agent ends the run."""
 
     def __init__(
         self,
@@ -83,13 +85,13 @@ class Rank:
             address,
         )
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
-        # Its place among the ranks of this machine. By slots, not by ranks: the number of threads changes bits, and
-        # ranks come and go.
+        # Index and number of the slots of this machine, not of its present ranks: they determine the number of threads,
+        # which changes the bits of results, and ranks come and go.
         self._local_rank = task.local_rank if task is not None else link.slot
         self._local_world = task.local_world if task is not None else replica_store.slots
         self._task, self._allow_code = task, allow_code
         self.plan = Plan.from_json(self.run.plan_text(), where=str(self.run.plan_json))
-        # By the plan, not by the ranks that are left: a rank goes on where it wrote before.
+        # By the plan, not by the present number of ranks, so that a rank continues to write to the same file.
         ranks_from = self.plan.job.telemetry.host_files_from
         self._shares_files = 0 < ranks_from <= self.plan.layout.devices
         self._unwritten: list[EventWriter] = []
@@ -99,33 +101,35 @@ class Rank:
         self._sensors = SensorCache()
 
     def serve(self) -> None:
-        """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
-        while (form := self.link.next_form()) is not None:
-            membership = HostMembership.from_json(form)
+        """Take part in memberships until the run is over; errors that this rank caused itself are raised."""
+        while (message := self.link.next_form()) is not None:
+            membership = HostMembership.from_json(message)
             rank = membership.ranks.get(self.link.slot)
             if rank is not None:
                 self._take_part(membership, rank)
         self._close_events()
 
     def _take_part(self, membership: HostMembership, rank: int) -> None:
+        """Train in one membership, then leave it and report to the agent why it ended."""
         generation = membership.generation
         local_world = len(membership.ranks) if self._task is None else self._local_world
         log = self.run.host_log(self.host) if self._shares_files else None
         take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world, host_log=log)
         self.link.record = FlightRecord(self.run, rank=rank, generation=generation)
         abort = self.link.abort = CommunicatorAbort()
-        left: dict[str, Any] = {"step": NO_STEP, "why": ""}
+        report: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
             self.link.enter(generation)
             self.link.progress(NO_STEP, Phase.BUILDING)
             state, step = self._train_membership(membership, rank)
-            left |= {"state": state, "step": step}
+            report |= {"state": state, "step": step}
         except Interrupted:
             pass
         except UntrustedState as error:
-            if rank == 0 or rank in error.suspects:  # rank 0 may be of another model replica, and not know
+            # The suspects too: rank 0 may belong to another model replica and not learn of it.
+            if rank == 0 or rank in error.suspects:
                 self._set_untrusted_aside(generation, error.sound)
-            left |= {
+            report |= {
                 "step": error.step,
                 "why": str(error),
                 "fault": error.fault,
@@ -134,20 +138,23 @@ class Rank:
                 "evidence": error.evidence,
             }
         except BaseException as error:
-            # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
+            # If the membership is over or a peer is lost, this rank leaves; its own errors end the process.
             if not (self.link.is_over(generation) or is_lost_peer(error)):
                 raise
-            left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
+            report |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
-        self._leave_membership(generation, abort, left)
+        self._leave_membership(generation, abort, report)
 
     def _set_untrusted_aside(self, generation: int, sound: int) -> None:
-        """Set checkpoints of an untrusted state aside, before anything else: the run may end here."""
-        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):  # else the coordinator does it
+        """Move checkpoints of an untrusted state out of the way, before anything else: the run may end here."""
+        # If this fails, the coordinator does it.
+        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):
             set_untrusted_aside(self.run, after=sound)
 
     def _leave_membership(self, generation: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
-        if "state" not in left:  # it did not come out of its loop by itself
+        """Abort communicators, leave the process groups, free the engine, and report `left` to the agent."""
+        # The training loop did not end normally: write the flight record.
+        if "state" not in left:
             self.link.record()
         self.link.may_beat = lambda: True
         abort.wait()
@@ -159,41 +166,56 @@ class Rank:
         self.link.send("left", epoch=generation, last_collective=collective, **left)
 
     def _train_membership(self, membership: HostMembership, rank: int) -> tuple[str, int]:
+        """Join the ranks of a membership and train; return how the loop ended and the steps done.
+
+        The steps in order: take the device, send the port of this rank's store to the coordinator, wait for its `go`
+        with the addresses of all stores, join the process group, open the events, and run `train_rank`.
+        """
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank, membership.world)
         across = self._across_replicas(membership, rank)
+        # Rank and world size in torch's world, which with model replicas is this replica.
         inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
-        # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
+        # First: a new process creates its CUDA context while the other ranks still leave the old membership.
         device = take_device(self.plan, self._local_world)
         with ExitStack() as stack:
-            door = stack.enter_context(open_store_socket(self.address)) if inner[0] == 0 else None
-            self.link.store_port = port = door.getsockname()[1] if door is not None else 0
+            store_socket = stack.enter_context(open_store_socket(self.address)) if inner[0] == 0 else None
+            self.link.store_port = port = store_socket.getsockname()[1] if store_socket is not None else 0
             self.link.send(
                 "ready", epoch=membership.generation, port=port, replica_port=self._replica_port(membership.generation)
             )
             session = None
-            if self.plan.job.sync.has_peers and rank == 0:  # other ranks of this peer leave it to rank 0
+            # Rank 0 holds the session for all ranks of this peer.
+            if self.plan.job.sync.has_peers and rank == 0:
                 session = PeerSession(self.run, self.plan.job)
                 stack.callback(session.close)
-            known = listening_sockets()  # not to be closed to strangers: they defend themselves
-            if door is not None and across is None:  # else replicas that come back meet at this store
-                known = {name: number for name, number in known.items() if number != door.fileno()}
+            # These stay open: they authenticate their clients.
+            open_sockets = listening_sockets()
+            # Not with model replicas: those that come back connect to this store.
+            if store_socket is not None and across is None:
+                open_sockets = {
+                    name: number for name, number in open_sockets.items() if number != store_socket.fileno()
+                }
             go = self.link.go(membership.generation)
-            patience_s = self.plan.job.comm.init_timeout_s
-            is_late = bool(go.get("late"))  # this replica was lost, and joins one that trains
-            meets_at = go["stores"][across.replica] if across is not None else go["store"]
-            place = connect_store(meets_at, door, timeout_s=patience_s)
-            store = PrefixStore(f"{membership.generation}", place)
+            timeout_s = self.plan.job.comm.init_timeout_s
+            # This replica was lost, and joins others that are training.
+            is_late = bool(go.get("late"))
+            store_address = go["stores"][across.replica] if across is not None else go["store"]
+            tcp_store = connect_store(store_address, store_socket, timeout_s=timeout_s)
+            store = PrefixStore(f"{membership.generation}", tcp_store)
             shared = self._shares_gpu(device)
-            # Copies lie on hosts of all replicas: they are announced where all of them meet.
-            common = store
+            # Copies are on hosts of all replicas, so they are announced in the store that all replicas use.
+            common_store = store
             if across is not None and across.replica and not is_late:
-                common = PrefixStore(f"{membership.generation}", connect_store(go["store"], None, timeout_s=patience_s))
-            places = self._announce_copies(membership, go, common)
+                common_store = PrefixStore(
+                    f"{membership.generation}", connect_store(go["store"], None, timeout_s=timeout_s)
+                )
+            directory = self._announce_copies(membership, go, common_store)
             joined_s = join_group(self.plan, device, rank=inner[0], world=inner[1], store=store, shared=shared)
-            if device.type == "cpu":  # NCCL connects ranks when they first meet, through sockets that listen till then
-                refuse_strangers(known)
+            # Not with NCCL, which connects ranks at their first collective, through sockets that listen until then.
+            if device.type == "cpu":
+                refuse_strangers(open_sockets)
             self._close_events()  # before another writer opens the same file
             host_file = self.run.host_events(self.host) if self._shares_files else None
             events = EventWriter(
@@ -207,19 +229,22 @@ class Rank:
             stack.enter_context(
                 self._monitored_rank(membership, rank, events, device, None if across is not None else store)
             )
-            keeper = self._memory_checkpointer(membership, inner, go, events)
-            if keeper is not None:
-                stack.callback(keeper.close)
+            checkpointer = self._memory_checkpointer(membership, inner, go, events)
+            if checkpointer is not None:
+                stack.callback(checkpointer.close)
             rounds = self._replica_rounds(membership, across, go, events) if across is not None else None
-            # Steps at which a replay changes its membership.
+            # leaves_at: the steps at which a replay changes its membership.
             control = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 generation=membership.generation,
                 went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
-                leaves_at=frozenset(int(one["from_step"]) for one in self.run.launch().get("formations", ())) - {0},
-                keeper=keeper,
+                leaves_at=frozenset(
+                    int(formation["from_step"]) for formation in self.run.launch().get("formations", ())
+                )
+                - {0},
+                keeper=checkpointer,
                 case=Divergence.from_json(go["case"]) if go.get("case") else None,
                 copies=self._host_copies,
                 compared=self._compared,
@@ -231,7 +256,7 @@ class Rank:
                 if self.plan.job.sync.has_peers
                 else None,
             )
-            copies = self._replica_source(go, places) if places is not None else None
+            copies = self._replica_source(go, directory) if directory is not None else None
             return train_rank(
                 self.run,
                 replace(self.plan, layout=across.replicas.inner if across is not None else membership.layout),
@@ -250,11 +275,18 @@ class Rank:
             )
 
     def _close_events(self, *events: EventWriter) -> None:
-        """What a full disk refused waits for the next membership, or the end: this process has it, and nobody else."""
-        self._unwritten = [one for one in (*self._unwritten, *events) if not one.close()][-MOST_UNWRITTEN:]
+        """Close event writers, and keep those with events that could not be written.
+
+        Events that a full disk refused exist only in this process; they are written in the next membership or at the
+        end.
+        """
+        self._unwritten = [writer for writer in (*self._unwritten, *events) if not writer.close()][-MOST_UNWRITTEN:]
 
     def _across_replicas(self, membership: HostMembership, rank: int) -> AcrossReplicas | None:
-        """This rank's place among model replicas, where a lost one is left out; None where all ranks are one world."""
+        """Return this rank's place among model replicas, where the job leaves out a lost replica.
+
+        None where all ranks are one world.
+        """
         if self.plan.job.fault.on_loss != "leave-out":
             return None
         replicas = ModelReplicas.of(membership.layout)
@@ -263,6 +295,7 @@ class Rank:
     def _replica_rounds(
         self, membership: HostMembership, across: AcrossReplicas, go: Mapping[str, Any], events: EventWriter
     ) -> ReplicaRounds:
+        """Return the object that connects this rank to the model replicas present in each round."""
         fault, generation = self.plan.job.fault, membership.generation
         first = None
         if not go.get("late"):
@@ -282,18 +315,23 @@ class Rank:
         )
 
     def _shares_gpu(self, device: torch.device) -> bool:
-        """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
+        """Return True if ranks of this machine share a GPU.
+
+        Decided by slots: the answer must not change when ranks are lost.
+        """
         if device.type != "cuda":
             return False
         if self._task is not None:
-            return self._task.shares_gpu  # the tasks of a launcher have told each other
-        # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
+            # The launcher's tasks have exchanged which GPUs they use.
+            return self._task.shares_gpu
+        # Hosts with loopback addresses are all this one machine, and share its GPUs.
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback_host(self.address) else 1
         return self.replica_store.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _monitored_rank(
         self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store | None
     ) -> AbstractContextManager[None]:
+        """Return the context in which telemetry watches this rank and its peers."""
         power_w = self.plan.cluster.accelerator.tdp_w
         meeting = PeerRendezvous(store=store, secret=self._secret, address=self.address) if store is not None else None
         return monitored_rank(
@@ -308,13 +346,14 @@ class Rank:
         )
 
     def _count_sharers(self, membership: HostMembership, device: torch.device) -> Sharers:
-        """Ranks that share this machine and its device."""
+        """Return the number of ranks that share this machine, and of those that share this rank's device."""
         if self._task is None:
             return count_slot_sharers(device, self.link.slot, membership.ranks)
         share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
         return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
     def _replica_port(self, generation: int) -> int:
+        """Start the server of in-memory copies if copies are made; return its port, else 0."""
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
@@ -325,14 +364,15 @@ class Rank:
     def _memory_checkpointer(
         self, membership: HostMembership, inner: tuple[int, int], go: Mapping[str, Any], events: EventWriter
     ) -> InMemoryCheckpointer | None:
+        """Return the checkpointer that copies the state to host memory and to a peer host; None if that is off."""
         if not self.plan.reliability.memory_every:
             return None
-        where = None
-        # Model replicas are each other's copies: the same shard is under the same number in the memory of each.
-        # By slot: our place among the guests of a rank elsewhere, and where that listens.
-        if (told := go.get("peers")) and inner[1] == membership.world:
-            place, host, port = told[str(self.link.slot)]
-            where = ReplicaAddress(host=str(host), port=int(port), slot=int(place))
+        peer_address = None
+        # Model replicas are each other's copies, in which a shard has the same number: then no peer is needed.
+        # By slot: the place for this rank's copy on another host, and that host's address and port.
+        if (peers := go.get("peers")) and inner[1] == membership.world:
+            slot, host, port = peers[str(self.link.slot)]
+            peer_address = ReplicaAddress(host=str(host), port=int(port), slot=int(slot))
         restore = go.get("restore")
         return InMemoryCheckpointer(
             self.replica_store,
@@ -341,7 +381,7 @@ class Rank:
             world=inner[1],
             generation=membership.generation,
             secret=self._secret,
-            peer=where,
+            peer=peer_address,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
             tell=partial(events.write, "memory", epoch=membership.generation),
@@ -349,13 +389,17 @@ class Rank:
         )
 
     def _check_over(self, generation: int) -> None:
+        """Raise Interrupted if the membership is over."""
         if self.link.is_over(generation):
             raise Interrupted
 
     def _announce_copies(
         self, membership: HostMembership, go: Mapping[str, Any], store: Store
     ) -> ReplicaDirectory | None:
-        """Where replicas lie that are restored from: each host tells of its own, and is asked by who needs one."""
+        """Return the directory of in-memory copies to restore from; None where none are used.
+
+        The first rank of each host announces the copies that its host holds.
+        """
         if not (restore := go.get("restore")):
             return None
         numbers = {name: int(restore[name]) for name in ("step", "world", "hosts")}
@@ -366,6 +410,7 @@ class Rank:
         return directory
 
     def _replica_source(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
+        """Return the source that restores this rank's state from in-memory copies of any host."""
         restore = go["restore"]
         numbers = {name: int(restore[name]) for name in ("step", "world")}
         return ReplicaSource(

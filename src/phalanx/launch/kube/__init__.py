@@ -1,1 +1,1 @@
-"""The API of a Kubernetes cluster: who we are, requests and watches, what refusals mean."""
+"""The API of a Kubernetes cluster: access, requests and watches, and the meaning of refusals."""

@@ -1,6 +1,6 @@
-"""How a cluster is reached, and as whom: kubeconfig files as kubectl reads them, or the service account of a pod.
+"""Access to a cluster: kubeconfig files as kubectl reads them, or the service account of a pod.
 
-The standard library is enough: it starts and lists faster than the fastest client there is and needs no extra
+The standard library is enough: it starts and lists faster than the fastest client library and needs no extra
 (benchmarks/2026-11-17-kubernetes.md), and it runs the log-in helpers of every API version.
 """
 
@@ -35,24 +35,24 @@ HELPER_API = "client.authentication.k8s.io/"
 
 @dataclass(kw_only=True, slots=True)
 class KubeAccess:
-    """A cluster's address and this user's credentials. Tokens of files and helpers are renewed."""
+    """A cluster's address and this user's credentials. Tokens from files and helpers are renewed."""
 
     server: str
     namespace: str
-    context: str  # its name in the kubeconfig; empty in a pod
+    context: str  # the context's name in the kubeconfig; empty in a pod
     tls: ssl.SSLContext | None
-    server_name: str = ""  # in the certificate, where it is not the address
+    server_name: str = ""  # the name in the certificate, where it is not the address
     token: str = ""
     token_file: str = ""
     basic: str = ""
     helper: Mapping[str, Any] = field(default_factory=dict)
-    folder: Path = Path()  # of the kubeconfig: relative commands lie there
+    folder: Path = Path()  # of the kubeconfig, to which relative commands refer
     environ: Mapping[str, str] = field(default_factory=dict)
     _helped: str = ""
     _helped_until: float = 0.0
 
     def headers(self) -> dict[str, str]:
-        """What a request must carry."""
+        """Return the headers that authenticate a request."""
         if self.token_file:
             try:
                 token = read_bounded(Path(self.token_file), MOST_BYTES).decode().strip()
@@ -67,9 +67,9 @@ class KubeAccess:
         return {"Authorization": f"Basic {self.basic}"} if self.basic else {}
 
     def forget_token(self) -> bool:
-        """The server refused it; whether another can be had."""
-        had, self._helped = bool(self._helped), ""
-        return had or bool(self.token_file)
+        """Forget a token that the server refused; return True if another can be obtained."""
+        had_token, self._helped = bool(self._helped), ""
+        return had_token or bool(self.token_file)
 
     def _token_of_helper(self) -> str:
         if self._helped and time.time() < self._helped_until:
@@ -82,13 +82,13 @@ class KubeAccess:
             )
         if "/" in command and not os.path.isabs(command):
             command = str(self.folder / command)
-        wanted = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
-        extra = {str(one.get("name")): str(one.get("value")) for one in self.helper.get("env") or ()}
-        words = [command, *(str(one) for one in self.helper.get("args") or ())]
+        credential_request = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
+        variables = {str(entry.get("name")): str(entry.get("value")) for entry in self.helper.get("env") or ()}
+        words = [command, *(str(entry) for entry in self.helper.get("args") or ())]
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 words,
-                env={**self.environ, **extra, "KUBERNETES_EXEC_INFO": json.dumps(wanted)},
+                env={**self.environ, **variables, "KUBERNETES_EXEC_INFO": json.dumps(credential_request)},
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -96,31 +96,31 @@ class KubeAccess:
                 timeout=HELPER_S,
                 check=False,
             )
-            said = json.loads(done.stdout) if done.returncode == 0 else {}
-            status = said.get("status", {})
+            credential = json.loads(result.stdout) if result.returncode == 0 else {}
+            status = credential.get("status", {})
             self._helped = str(status.get("token") or "")
             self._helped_until = _until(str(status.get("expirationTimestamp") or ""))
-            trouble = one_line(done.stderr.strip())[:200] or f"exit code {done.returncode}"
+            problem = one_line(result.stderr.strip())[:200] or f"exit code {result.returncode}"
         except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
-            trouble = one_line(str(error))[:200]
+            problem = one_line(str(error))[:200]
         if not self._helped:
             raise mistake(
                 f"context {self.context}",
-                f"the log-in helper {Path(command).name} gave no token: {trouble}",
+                f"the log-in helper {Path(command).name} gave no token: {problem}",
                 fix=f"log in again as your cluster's operator says; {Path(command).name} must work by itself",
             )
         return self._helped
 
 
 def has_access(environ: Mapping[str, str]) -> bool:
-    """Whether a cluster is configured here at all."""
+    """Return whether a cluster is configured here."""
     return bool(_config_files(environ)) or bool(environ.get("KUBERNETES_SERVICE_HOST"))
 
 
 def read_access(
     environ: Mapping[str, str], *, context: str = "", account: Path = ACCOUNT, instead: str = ""
 ) -> KubeAccess:
-    """The cluster of the current context, or of one by name; raises UserError where there is none.
+    """Return the access to the cluster of the current context, or of the one named; raises UserError if there is none.
 
     `instead` is what the caller's command can do without a cluster.
     """
@@ -129,10 +129,12 @@ def read_access(
         return _from_kubeconfig(files, environ, context)
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        named = environ.get("KUBECONFIG", "")
+        kubeconfig = environ.get("KUBECONFIG", "")
         raise mistake(
             "--on k8s",
-            f"KUBECONFIG names no file that exists: {named}" if named else "no cluster is configured on this machine",
+            f"KUBECONFIG names no file that exists: {kubeconfig}"
+            if kubeconfig
+            else "no cluster is configured on this machine",
             why="a kubeconfig says where the cluster is, and who you are",
             fix="get one from the cluster's operator as ~/.kube/config, or name it in KUBECONFIG"
             + (f"; {instead}" if instead else ""),
@@ -150,39 +152,43 @@ def read_access(
 
 
 def _config_files(environ: Mapping[str, str]) -> list[Path]:
-    if named := environ.get("KUBECONFIG"):
-        listed = [Path(one) for one in named.split(os.pathsep) if one]
+    if kubeconfig := environ.get("KUBECONFIG"):
+        paths = [Path(path_text) for path_text in kubeconfig.split(os.pathsep) if path_text]
     else:
-        listed = [Path(environ.get("HOME") or "/nonexistent") / ".kube" / "config"]
-    return [path for path in listed if path.is_file()]
+        paths = [Path(environ.get("HOME") or "/nonexistent") / ".kube" / "config"]
+    return [path for path in paths if path.is_file()]
 
 
 def _from_kubeconfig(files: list[Path], environ: Mapping[str, str], wanted: str) -> KubeAccess:
-    """As kubectl merges files: of a name, the first counts."""
-    named: dict[str, dict[str, tuple[dict[str, Any], Path]]] = {"contexts": {}, "clusters": {}, "users": {}}
+    """Merge kubeconfig files as kubectl does: the first entry of a name counts."""
+    entries: dict[str, dict[str, tuple[dict[str, Any], Path]]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = wanted
     for path in files:
         table = _read_kubeconfig(path)
         current = current or str(table.get("current-context") or "")
-        for kind, found in named.items():
-            for one in table.get(kind) or ():
-                if isinstance(one, dict) and isinstance(one.get(kind[:-1]), dict):
-                    found.setdefault(str(one.get("name")), (one[kind[:-1]], path.parent))
+        for kind, entries_of_kind in entries.items():
+            for entry in table.get(kind) or ():
+                if isinstance(entry, dict) and isinstance(entry.get(kind[:-1]), dict):
+                    entries_of_kind.setdefault(str(entry.get("name")), (entry[kind[:-1]], path.parent))
     where = os.pathsep.join(map(str, files))
-    if current not in named["contexts"]:
-        known = ", ".join(sorted(named["contexts"])) or "none"
-        close = nearest(current, named["contexts"])
+    if current not in entries["contexts"]:
+        context_names = ", ".join(sorted(entries["contexts"])) or "none"
+        suggestion = nearest(current, entries["contexts"])
         what = f"has no context {current!r}" if current else "names no current context"
-        fix = f"did you mean {close}?" if close else f"kubectl config use-context NAME chooses one; there is {known}"
+        fix = (
+            f"did you mean {suggestion}?"
+            if suggestion
+            else f"kubectl config use-context NAME chooses one; there is {context_names}"
+        )
         raise mistake(where, what, fix=fix)
-    context, _ = named["contexts"][current]
-    parts = []
+    context, _ = entries["contexts"][current]
+    sections = []
     for kind in ("cluster", "user"):
         key = str(context.get(kind) or "")
-        if key not in named[f"{kind}s"]:
+        if key not in entries[f"{kind}s"]:
             raise mistake(where, f"context {current} names the {kind} {key!r}, which is not there", fix="mend the file")
-        parts.append(named[f"{kind}s"][key])
-    (cluster, home), (user, user_home) = parts
+        sections.append(entries[f"{kind}s"][key])
+    (cluster, home), (user, user_home) = sections
     server = str(cluster.get("server") or "").rstrip("/")
     if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
         raise mistake(where, f"{server[:100]!r} is no address of a server", fix="such as https://cluster.example:6443")
@@ -209,8 +215,10 @@ def _read_kubeconfig(path: Path) -> dict[str, Any]:
     try:
         table = yaml.safe_load(read_bounded(path, MOST_BYTES).decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        said = one_line(str(error))[:200]
-        raise mistake(str(path), f"is no kubeconfig: {said}", fix="kubectl config view says what is wrong") from error
+        message = one_line(str(error))[:200]
+        raise mistake(
+            str(path), f"is no kubeconfig: {message}", fix="kubectl config view says what is wrong"
+        ) from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is no kubeconfig: it holds no table", fix="get a new one from the operator")
     return table
@@ -221,28 +229,28 @@ def _tls_context(
 ) -> ssl.SSLContext:
     try:
         if cluster.get("certificate-authority-data"):
-            made = ssl.create_default_context(cadata=_decoded(cluster["certificate-authority-data"]))
+            tls = ssl.create_default_context(cadata=_decoded(cluster["certificate-authority-data"]))
         elif cluster.get("certificate-authority"):
-            made = ssl.create_default_context(cafile=str(home / cluster["certificate-authority"]))
+            tls = ssl.create_default_context(cafile=str(home / cluster["certificate-authority"]))
         else:
-            made = ssl.create_default_context()
+            tls = ssl.create_default_context()
         if cluster.get("insecure-skip-tls-verify"):
-            made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
-        _load_client_certificate(made, user, user_home)
+            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        _load_client_certificate(tls, user, user_home)
     except (OSError, ValueError, binascii.Error) as error:  # ssl.SSLError is an OSError
         what = f"a certificate or key cannot be read: {one_line(str(error))[:200]}"
         raise UserError(Problem(where=where, what=what, fix="log in again, or get a new kubeconfig")) from error
-    return made
+    return tls
 
 
 def _load_client_certificate(context: ssl.SSLContext, user: Mapping[str, Any], home: Path) -> None:
-    """ssl reads keys from files alone: those inside a kubeconfig lie in a private one for that moment."""
+    """Load a client certificate; data in a kubeconfig goes through a private temporary folder, as ssl needs files."""
     certificate, key = user.get("client-certificate"), user.get("client-key")
-    given = [user.get("client-certificate-data"), user.get("client-key-data")]
-    if all(given):
+    inline_data = [user.get("client-certificate-data"), user.get("client-key-data")]
+    if all(inline_data):
         with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:  # mode 0700
             paths = [Path(folder) / name for name in ("certificate", "key")]
-            for path, data in zip(paths, given, strict=True):
+            for path, data in zip(paths, inline_data, strict=True):
                 path.write_text(_decoded(str(data)), encoding="ascii")
             context.load_cert_chain(*map(str, paths))
     elif certificate and key:
@@ -254,7 +262,7 @@ def _decoded(data: str) -> str:
 
 
 def _until(stamp: str) -> float:
-    """Unix time at which a token of a helper is renewed: a minute early; without a time, when it is refused."""
+    """Return the Unix time to renew a helper's token: a minute before it expires; never, if it has no expiry."""
     try:
         return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp() - 60.0
     except ValueError:
@@ -262,7 +270,7 @@ def _until(stamp: str) -> float:
 
 
 def unreachable(access: KubeAccess, said: str) -> SystemFailure:
-    """The API server does not answer."""
+    """Return the error for an API server that does not answer."""
     name = f"context {access.context}" if access.context else "the cluster"
     return SystemFailure(
         Problem(

@@ -1,7 +1,7 @@
-"""Requests to the API server: one connection kept open, bounded in rate and in retries; lists in pages, watches.
+"""Requests to the API server: one open connection, a limited rate and number of retries, paged lists, watches.
 
-Objects are plain dicts, as the manifests are. Writes are server-side applies under a field manager: they can be sent
-twice without harm, so a lost answer is asked for again.
+Objects are plain dicts, like the manifests. Writes are server-side applies under a field manager: they can be sent
+twice without harm, so a request is repeated if its answer was lost.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TIMEOUT_S = 30.0
 MOST_BYTES = 256 << 20  # of an answer: 7,500 nodes are about 60 MiB
 MOST_TRIES = 6  # of one request: with the waits below about half a minute
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 15.0
-REQUESTS_PER_S, BURST = 50.0, 100.0  # as kubectl's; API priority and fairness throttles far above it
-PAGE = 500  # objects of one answer to a list
+REQUESTS_PER_S, BURST = 50.0, 100.0  # as in kubectl; API priority and fairness throttles only far above it
+PAGE = 500  # objects per page of a list
 OK, CREATED, UNAUTHORIZED, NOT_FOUND, GONE, THROTTLED = 200, 201, 401, 404, 410, 429
-AGAIN = (THROTTLED, 500, 502, 503, 504)  # what passes by itself
+AGAIN = (THROTTLED, 500, 502, 503, 504)  # statuses that pass without action
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 
 
 class KubeRefusal(Exception):
-    """An answer that is an error: the API's own Status object."""
+    """Raised for an answer that is an error; it has the fields of the API's Status object."""
 
     def __init__(self, status: int, body: Mapping[str, Any], asked: str) -> None:
         self.status, self.asked = status, asked
@@ -46,12 +46,12 @@ class KubeRefusal(Exception):
 
 
 class WatchExpired(Exception):
-    """The server no longer knows the version from which a watch began: list again."""
+    """Raised when the server no longer has the version a watch started from: list again."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestRate:
-    """A token bucket: `burst` requests at once, `per_s` over time."""
+    """A token bucket: `burst` requests at a time, `per_s` over time."""
 
     per_s: float = REQUESTS_PER_S
     burst: float = BURST
@@ -61,7 +61,7 @@ class RequestRate:
     _seen: float = field(default=0.0, init=False)
 
     def take(self) -> None:
-        """Wait for the next request's turn."""
+        """Wait until the next request may be sent."""
         now = self.clock()
         if self._left < 0.0:
             self._left, self._seen = self.burst, now
@@ -75,7 +75,7 @@ class RequestRate:
 
 
 class KubeClient:
-    """What the launch system and the operator's verbs ask of a cluster."""
+    """The requests of the launch system and of the operator's commands to a cluster."""
 
     def __init__(self, access: KubeAccess, *, rate: RequestRate | None = None) -> None:
         self._connection: http.client.HTTPConnection | None = None
@@ -85,7 +85,7 @@ class KubeClient:
     # ---- objects -----------------------------------------------------------------------------------------------------
 
     def get(self, path: str) -> Document | None:
-        """One object; None where there is none."""
+        """Return one object; None if there is none."""
         try:
             return self._ask("GET", path)
         except KubeRefusal as error:
@@ -94,21 +94,21 @@ class KubeClient:
             raise
 
     def list_objects(self, path: str, *, labels: str = "", fields: str = "") -> tuple[list[Document], str]:
-        """All objects, page by page, and the version from which a watch goes on.
+        """Return all objects, page by page, and the version from which a watch can continue.
 
-        A page that comes too late (410) begins the list again, once.
+        If a page is requested too late (410), the list starts again, once.
         """
         for attempt in range(2):
-            found: list[Document] = []
+            objects: list[Document] = []
             query = {"labelSelector": labels, "fieldSelector": fields, "limit": str(PAGE)}
             try:
                 while True:
                     answer = self._ask("GET", path, query)
-                    found += answer.get("items") or []
-                    told = answer.get("metadata") or {}
-                    query["continue"] = str(told.get("continue") or "")
+                    objects += answer.get("items") or []
+                    metadata = answer.get("metadata") or {}
+                    query["continue"] = str(metadata.get("continue") or "")
                     if not query["continue"]:
-                        return found, str(told.get("resourceVersion") or "")
+                        return objects, str(metadata.get("resourceVersion") or "")
             except KubeRefusal as error:
                 if error.status != GONE or attempt:
                     raise
@@ -117,23 +117,23 @@ class KubeClient:
     def apply(
         self, path: str, document: Document, *, manager: str, dry_run: bool = False, force: bool = False
     ) -> Document:
-        """Server-side apply; 409 where another manager has set one of its fields to something else."""
+        """Apply an object server-side; the API refuses (409) if another manager set a field to a different value."""
         query = {"fieldManager": manager, "dryRun": "All" if dry_run else "", "force": "true" if force else ""}
         return self._ask("PATCH", path, query, body=document, kind=APPLY)
 
     def patch(self, path: str, document: Document, *, keep_lists: bool = False) -> Document:
-        """Merge a few values into an object; a list is replaced.
+        """Merge a few values into an object; lists are replaced.
 
         `keep_lists` merges lists of Kubernetes' own kinds by their key, such as a node's conditions by their type.
         """
         return self._ask("PATCH", path, body=document, kind=STRATEGIC if keep_lists else MERGE)
 
     def post(self, path: str, document: Document) -> Document:
-        """A question with a body, such as an access review."""
+        """Send a request with a body, such as an access review."""
         return self._ask("POST", path, body=document)
 
     def delete(self, path: str) -> bool:
-        """Delete an object and what it owns; False where there is none."""
+        """Delete an object and the objects it owns; return False if there is none."""
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         try:
             self._ask("DELETE", path, body=options)
@@ -144,15 +144,15 @@ class KubeClient:
         return True
 
     def text(self, path: str, query: Mapping[str, str]) -> str:
-        """An answer that is no JSON, such as a log."""
+        """Return an answer that is not JSON, such as a log."""
         return self._answer("GET", path, query).decode(errors="replace")
 
     def watch(
         self, path: str, version: str, *, labels: str = "", fields: str = "", timeout_s: float = 300.0
     ) -> Iterator[tuple[str, Document]]:
-        """Changes after `version` until the server ends it; raises WatchExpired when it must begin with a new list.
+        """Yield changes after `version` until the server ends the watch; raises WatchExpired if a new list is needed.
 
-        A connection of its own: requests go on meanwhile.
+        A watch has a separate connection, so that requests can be sent meanwhile.
         """
         query = {
             "watch": "1",
@@ -194,8 +194,8 @@ class KubeClient:
         body: Document | None = None,
         kind: str = "application/json",
     ) -> Document:
-        found = orjson.loads(self._answer(method, path, query or {}, body=body, kind=kind) or b"{}")
-        return found if isinstance(found, dict) else {}
+        answer_object = orjson.loads(self._answer(method, path, query or {}, body=body, kind=kind) or b"{}")
+        return answer_object if isinstance(answer_object, dict) else {}
 
     def _answer(
         self,
@@ -206,37 +206,38 @@ class KubeClient:
         body: Document | None = None,
         kind: str = "application/json",
     ) -> bytes:
-        """Send it until there is an answer that will not change by itself; raises KubeRefusal or SystemFailure."""
+        """Send a request until its answer is final; raises KubeRefusal or SystemFailure."""
         data = None if body is None else orjson.dumps(body)
         wait_s, renewed = FIRST_WAIT_S, False
         for attempt in range(1, MOST_TRIES + 1):
             self.rate.take()
-            last = attempt == MOST_TRIES
+            is_last = attempt == MOST_TRIES
             try:
                 if self._connection is None:
                     self._connection = self._connect(TIMEOUT_S)
                 answer = self._send(self._connection, method, path, query, data, kind)
-                read = answer.read(MOST_BYTES)
+                body_read = answer.read(MOST_BYTES)
             except ssl.SSLCertVerificationError as error:
                 raise unreachable(self.access, f"its certificate is not trusted ({error.verify_message})") from error
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                if last:
-                    said = one_line(str(error) or type(error).__name__)[:200]
-                    raise unreachable(self.access, f"{said} ({MOST_TRIES} attempts)") from error
+                if is_last:
+                    message = one_line(str(error) or type(error).__name__)[:200]
+                    raise unreachable(self.access, f"{message} ({MOST_TRIES} attempts)") from error
                 self.rate.sleep(wait_s)
                 wait_s = min(2 * wait_s, MOST_WAIT_S)
                 continue
             if answer.status == UNAUTHORIZED and not renewed and self.access.forget_token():
-                renewed = True  # a rotated or expired token: read it, or ask the helper, once more
+                # A rotated or expired token: read it, or call the helper, once more.
+                renewed = True
                 continue
-            if answer.status in AGAIN and not last and not _is_final(answer.status, read):
+            if answer.status in AGAIN and not is_last and not _is_final(answer.status, body_read):
                 self.rate.sleep(_asked_wait(answer.getheader("Retry-After"), wait_s))
                 wait_s = min(2 * wait_s, MOST_WAIT_S)
                 continue
             if answer.status not in (OK, CREATED, 202):
-                raise _refusal(answer.status, read, f"{method} {path}")
-            return read
+                raise _refusal(answer.status, body_read, f"{method} {path}")
+            return body_read
         raise AssertionError  # the last attempt returns or raises
 
     def _send(
@@ -252,6 +253,7 @@ class KubeClient:
         headers = {"Accept": "application/json, */*", "User-Agent": "phalanx", **self.access.headers()}
         if data is not None:
             headers["Content-Type"] = kind
+        # The server's URL may have a path, for example behind a proxy.
         base = urlsplit(self.access.server).path.rstrip("/")
         connection.request(method, f"{base}{path}?{words}" if words else base + path, body=data, headers=headers)
         return connection.getresponse()
@@ -268,17 +270,17 @@ class KubeClient:
         return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=self.access.tls)
 
     def __del__(self) -> None:
-        self.close()  # nobody has to remember it: a command makes one client and ends
+        self.close()  # a command creates one client and ends, so no caller closes it
 
     def close(self) -> None:
-        """Close the connection; the next request opens one."""
+        """Close the connection; the next request opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 class _NamedConnection(http.client.HTTPSConnection):
-    """Where the certificate has another name than the address: `tls-server-name` of a kubeconfig."""
+    """A connection whose certificate has another name than the address: `tls-server-name` of a kubeconfig."""
 
     def __init__(
         self, host: str, port: int | None, *, timeout: float, context: ssl.SSLContext, server_name: str
@@ -287,21 +289,21 @@ class _NamedConnection(http.client.HTTPSConnection):
         self._tls, self._server_name = context, server_name
 
     def connect(self) -> None:
-        """As HTTPSConnection does it, with the other name."""
+        """Connect as HTTPSConnection does, but with the other name."""
         http.client.HTTPConnection.connect(self)
         self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
 
 
 def _refusal(status: int, body: bytes, asked: str) -> KubeRefusal:
     try:
-        found = json.loads(body)
+        status_object = json.loads(body)
     except ValueError:
-        found = {"message": body[:300].decode(errors="replace")}
-    return KubeRefusal(status, found if isinstance(found, dict) else {}, asked)
+        status_object = {"message": body[:300].decode(errors="replace")}
+    return KubeRefusal(status, status_object if isinstance(status_object, dict) else {}, asked)
 
 
 def _is_final(status: int, body: bytes) -> bool:
-    """500 of an admission webhook says what is wrong: asking again says the same."""
+    """Return whether a 500 comes from an admission webhook, which would answer the same again."""
     return status == 500 and b"admission webhook" in body and b"denied the request" in body
 
 
@@ -320,19 +322,19 @@ PLURALS = {
 
 
 def kind_path(api: str, plural: str, namespace: str = "") -> str:
-    """Where the objects of a kind are: `batch/v1` and `jobs` in a namespace, or of the whole cluster."""
+    """Return the path of the objects of a kind: `batch/v1` and `jobs` in a namespace, or of the whole cluster."""
     root = f"/api/{api}" if "/" not in api else f"/apis/{api}"
     return f"{root}/namespaces/{quote(namespace, safe='')}/{plural}" if namespace else f"{root}/{plural}"
 
 
 def object_path(document: Mapping[str, Any], namespace: str) -> str:
-    """Where an object of a manifest is; `namespace` is empty for kinds of the whole cluster."""
+    """Return the path of a manifest's object; `namespace` is empty for cluster-wide kinds."""
     name = quote(str(document["metadata"]["name"]), safe="")
     return f"{kind_path(str(document['apiVersion']), plural_of(str(document['kind'])), namespace)}/{name}"
 
 
 def plural_of(kind: str) -> str:
-    """The API's name for many of a kind.
+    """Return the API's plural of a kind.
 
     >>> plural_of("JobSet"), plural_of("NetworkPolicy")
     ('jobsets', 'networkpolicies')
@@ -341,14 +343,14 @@ def plural_of(kind: str) -> str:
 
 
 def has_condition(document: Mapping[str, Any] | None, kind: str, status: str = "True") -> Mapping[str, Any] | None:
-    """A condition of an object's status, when it has that value."""
-    for one in conditions_of(document):
-        if one.get("type") == kind and one.get("status") == status:
-            return one
+    """Return a condition of an object's status if it has this value; else None."""
+    for condition in conditions_of(document):
+        if condition.get("type") == kind and condition.get("status") == status:
+            return condition
     return None
 
 
 def conditions_of(document: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The conditions of an object's status."""
+    """Return the conditions of an object's status."""
     status = (document or {}).get("status") or {}
-    return [one for one in status.get("conditions") or () if isinstance(one, dict)]
+    return [condition for condition in status.get("conditions") or () if isinstance(condition, dict)]

@@ -1,4 +1,4 @@
-"""The objects of one job, as its run folder keeps them."""
+"""The Kubernetes objects of one job, as its run folder stores them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from phalanx.record.run import Run
 
 MANIFEST = "kubernetes.yaml"  # in the run folder, with the key
 MAIN_KINDS = ("JobSet", "TrainJob", "Job")
-RUN_ENDS = ("done", "failed", "stopped")  # states of a run that say how it ended
+RUN_ENDS = ("done", "failed", "stopped")  # states of a run that has ended
 CANCELLED_BY_USER = "cancelled"
 
 
 def read_manifest(run: Path) -> list[Document]:
-    """The objects in a run folder."""
-    found = yaml.safe_load_all(read_text(run / MANIFEST, noun="manifest"))
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("metadata"), dict)]
+    """Return the objects in a run folder."""
+    documents = yaml.safe_load_all(read_text(run / MANIFEST, noun="manifest"))
+    return [
+        document for document in documents if isinstance(document, dict) and isinstance(document.get("metadata"), dict)
+    ]
 
 
 def main_document(documents: Sequence[Document]) -> Document:
-    """The object that makes pods; it is the last of its kinds, since a TrainingRuntime comes before its TrainJob."""
-    return next(one for one in reversed(documents) if one["kind"] in MAIN_KINDS)
+    """Return the object that creates pods: the last of MAIN_KINDS, as a TrainingRuntime precedes its TrainJob."""
+    return next(document for document in reversed(documents) if document["kind"] in MAIN_KINDS)
 
 
 def job_shape(documents: Sequence[Document], namespace: str) -> bytes:
-    """What two jobs have in common when they differ in name and key alone."""
+    """Return the part of a job's objects that is equal for jobs that differ only in name and key."""
     name = str(main_document(documents)["metadata"]["name"]).encode()
-    return namespace.encode() + orjson.dumps([one for one in documents if one["kind"] != "Secret"]).replace(name, b"")
+    return namespace.encode() + orjson.dumps(
+        [document for document in documents if document["kind"] != "Secret"]
+    ).replace(name, b"")
 
 
 def main_path(kind: str, namespace: str) -> str:
@@ -42,20 +46,24 @@ def main_path(kind: str, namespace: str) -> str:
 
 
 def grace_s(document: Document) -> float:
-    """The longest grace period of the pods that a document describes."""
+    """Return the longest grace period of the pods that a document describes."""
     value = document.get("terminationGracePeriodSeconds")
-    inner = [one for one in document.values() if isinstance(one, dict)]
-    inner += [
-        one for listed in document.values() if isinstance(listed, list) for one in listed if isinstance(one, dict)
+    children = [child for child in document.values() if isinstance(child, dict)]
+    children += [
+        child
+        for list_value in document.values()
+        if isinstance(list_value, list)
+        for child in list_value
+        if isinstance(child, dict)
     ]
-    return max([float(value) if isinstance(value, int | float) else 0.0, *(grace_s(one) for one in inner)])
+    return max([float(value) if isinstance(value, int | float) else 0.0, *(grace_s(child) for child in children)])
 
 
 @contextmanager
 def said_to_be_cancelled(run: Run) -> Iterator[None]:
-    """The run says it before its objects go, so that whoever looks then (`launch --wait`) finds it cancelled, not lost.
+    """Mark a run as cancelled before its objects are deleted, so that `launch --wait` finds it cancelled and not lost.
 
-    What cannot be cancelled is as it was.
+    If the cancellation fails, the run gets its previous state back.
     """
     before = run.status()
     if not run.path.is_dir() or before.get("state") in RUN_ENDS:
@@ -68,5 +76,5 @@ def said_to_be_cancelled(run: Run) -> Iterator[None]:
         if run.status().get("message") == CANCELLED_BY_USER:
             run.set_status(str(before.get("state") or "created"))
         raise
-    if run.status().get("state") not in RUN_ENDS:  # its agents had written once more
+    if run.status().get("state") not in RUN_ENDS:  # its agents had written a status once more
         run.set_status("stopped", message=CANCELLED_BY_USER, exit_code=130)

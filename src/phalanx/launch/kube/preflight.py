@@ -1,4 +1,4 @@
-"""Requests held against the live cluster before anything is submitted: all that is wrong, at once."""
+"""Checks of requests against the live cluster before anything is submitted; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KUEUE = "kueue.x-k8s.io/v1beta2"
 JOBSET = "jobset.x-k8s.io/v1alpha2"
 TRAINER = "trainer.kubeflow.org/v1alpha1"
 SCHEDULING = "scheduling.k8s.io/v1beta1"
-# API, resource of the flavour's own objects, and who brings it.
+# API and resource of the flavour's objects, their owner, and the remedy if they are missing.
 FLAVOUR_APIS = {
     "jobset": [(JOBSET, "jobsets", "JobSet", "install JobSet 0.8 or newer, or use --flavour job")],
     "trainjob": [(TRAINER, "trainjobs", "Kubeflow Trainer", "install Kubeflow Trainer 2.3, or use --flavour jobset")],
@@ -27,7 +27,7 @@ FLAVOUR_APIS = {
     "job": [],
 }
 KUEUE_FIX = "install Kueue 0.14 or newer, or leave --queue out: then nothing counts quota or places by topology"
-# What a launch, why, logs and cancel need: group, resource, verbs.
+# Rights that launch, why, logs and cancel need: group, resource, verbs.
 RIGHTS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "jobset": [("jobset.x-k8s.io", "jobsets", ("get", "list", "create", "patch", "delete"))],
     "trainjob": [
@@ -72,7 +72,7 @@ _QUANTITY = re.compile(r"([0-9.]+(?:e[0-9]+)?)(m|k|[MGTPE]i?|Ki)?")
 def check_cluster(
     client: KubeClient, requests: Sequence[LaunchRequest], namespace: str
 ) -> tuple[list[Problem], list[str]]:
-    """What speaks against the requests, and remarks; raises UserError or SystemFailure where nothing can be asked."""
+    """Return problems of the requests and remarks; raises UserError or SystemFailure if nothing can be queried."""
     try:
         return _Preflight(client, namespace).check(requests)
     except KubeRefusal as error:
@@ -86,34 +86,38 @@ class _Preflight:
         self.remarks: list[str] = []
 
     def check(self, requests: Sequence[LaunchRequest]) -> tuple[list[Problem], list[str]]:
-        flavours = {one.settings.flavour or "jobset" for one in requests}
-        self._check_rights(flavours, is_open=all(one.settings.host_network for one in requests))
+        flavours = {request.settings.flavour or "jobset" for request in requests}
+        self._check_rights(flavours, is_open=all(request.settings.host_network for request in requests))
         if not self._check_namespace():
-            return self.problems, self.remarks  # everything else lies in it
+            return self.problems, self.remarks  # every other object is in the namespace
         for flavour in sorted(flavours):
             for api, plural_name, owner, fix in FLAVOUR_APIS[flavour]:
                 if not self._has_kind(api, plural_name):
                     what = f"the cluster has no {owner} ({api})"
                     self.problems.append(Problem(where=f"--flavour {flavour}", what=what, fix=fix))
-        for claim in sorted({one.settings.claim for one in requests}):
-            self._check_claim(claim, hosts=max(one.all_hosts for one in requests if one.settings.claim == claim))
-        queues = sorted({one.settings.queue for one in requests if one.settings.queue})
+        for claim in sorted({request.settings.claim for request in requests}):
+            self._check_claim(
+                claim, hosts=max(request.all_hosts for request in requests if request.settings.claim == claim)
+            )
+        queues = sorted({request.settings.queue for request in requests if request.settings.queue})
         if queues and not self._has_kind(KUEUE, "localqueues"):
             self.problems.append(
                 Problem(where=f"--queue {queues[0]}", what=f"the cluster has no Kueue ({KUEUE})", fix=KUEUE_FIX)
             )
             queues = []
         for name in queues:
-            self._check_queue(name, [one for one in requests if one.settings.queue == name])
+            self._check_queue(name, [request for request in requests if request.settings.queue == name])
         self._check_nodes(requests)
         return list(dict.fromkeys(self.problems)), list(dict.fromkeys(self.remarks))
 
     def _has_kind(self, api: str, plural_name: str) -> bool:
-        found = self.client.get(f"/apis/{api}")
-        return found is not None and plural_name in {one.get("name") for one in found.get("resources") or ()}
+        api_resources = self.client.get(f"/apis/{api}")
+        return api_resources is not None and plural_name in {
+            resource.get("name") for resource in api_resources.get("resources") or ()
+        }
 
     def _optional(self, path: str) -> Document | None:
-        """What a user without rights on the whole cluster may not see is not checked."""
+        """Return an object, {} if there is none, or None if this user may not read it, so that it is not checked."""
         try:
             return self.client.get(path) or {}
         except KubeRefusal as error:
@@ -134,16 +138,16 @@ class _Preflight:
         return True
 
     def _check_rights(self, flavours: set[str], *, is_open: bool) -> None:
-        """Ask the API itself what this user may do; all that is missing in one sentence."""
-        wanted = [
+        """Ask the API what this user may do, and report all missing rights in one sentence."""
+        rights = [
             *SHARED_RIGHTS[: -1 if is_open else None],
-            *(one for name in sorted(flavours) for one in RIGHTS[name]),
+            *(right for name in sorted(flavours) for right in RIGHTS[name]),
         ]
         missing = []
-        for group, resource, verbs in wanted:
-            refused = [verb for verb in verbs if not self._may(group, resource, verb)]
-            if refused:
-                missing.append(f"{'/'.join(refused)} {resource}{f'.{group}' if group else ''}")
+        for group, resource, verbs in rights:
+            refused_verbs = [verb for verb in verbs if not self._may(group, resource, verb)]
+            if refused_verbs:
+                missing.append(f"{'/'.join(refused_verbs)} {resource}{f'.{group}' if group else ''}")
         if missing:
             self.problems.append(
                 Problem(
@@ -156,29 +160,33 @@ class _Preflight:
 
     def _may(self, group: str, resource: str, verb: str) -> bool:
         name, _, sub = resource.partition("/")
-        asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": asked},
+            "spec": {"resourceAttributes": attributes},
         }
         answer = self.client.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
         return bool((answer.get("status") or {}).get("allowed"))
 
     def _check_claim(self, name: str, *, hosts: int) -> None:
         path = kind_path("v1", "persistentvolumeclaims", self.namespace)
-        found = self._optional(f"{path}/{name}")
-        if found is None:
+        claim = self._optional(f"{path}/{name}")
+        if claim is None:
             return
-        if not found:
-            listed = self._optional(path) or {}
-            names = [one["metadata"]["name"] for one in listed.get("items") or ()]
-            close = nearest(name, names)
-            fix = f"did you mean {close}?" if close else f"set launch.claim to one of: {', '.join(names) or 'none yet'}"
+        if not claim:
+            claims = self._optional(path) or {}
+            names = [item["metadata"]["name"] for item in claims.get("items") or ()]
+            suggestion = nearest(name, names)
+            fix = (
+                f"did you mean {suggestion}?"
+                if suggestion
+                else f"set launch.claim to one of: {', '.join(names) or 'none yet'}"
+            )
             what = f"namespace {self.namespace} has no such PersistentVolumeClaim"
             self.problems.append(Problem(where=f"launch.claim {name}", what=what, fix=fix))
             return
-        modes = found.get("spec", {}).get("accessModes") or []
+        modes = claim.get("spec", {}).get("accessModes") or []
         if hosts > 1 and "ReadWriteMany" not in modes:
             self.problems.append(
                 Problem(
@@ -187,7 +195,7 @@ class _Preflight:
                     fix="use a claim with ReadWriteMany",
                 )
             )
-        if (found.get("status") or {}).get("phase") == "Lost":
+        if (claim.get("status") or {}).get("phase") == "Lost":
             self.problems.append(
                 Problem(where=f"launch.claim {name}", what="has lost its volume", fix="ask the operator")
             )
@@ -200,35 +208,35 @@ class _Preflight:
         if queue is None:
             return
         if not queue:
-            listed = self._optional(path) or {}
-            names = [one["metadata"]["name"] for one in listed.get("items") or ()]
-            close = nearest(name, names)
-            known = f"the queues are {', '.join(names)}" if names else "it has none yet: ask the operator"
-            fix = f"did you mean {close}? {known}" if close else known
+            queues = self._optional(path) or {}
+            names = [item["metadata"]["name"] for item in queues.get("items") or ()]
+            suggestion = nearest(name, names)
+            queue_names = f"the queues are {', '.join(names)}" if names else "it has none yet: ask the operator"
+            fix = f"did you mean {suggestion}? {queue_names}" if suggestion else queue_names
             what = f"namespace {self.namespace} has no such LocalQueue"
             self.problems.append(Problem(where=f"--queue {name}", what=what, fix=fix))
             return
         cluster_queue = str(queue.get("spec", {}).get("clusterQueue") or "")
-        found = self._optional(f"{kind_path(KUEUE, 'clusterqueues')}/{cluster_queue}")
-        if found is None:
+        cluster_queue_object = self._optional(f"{kind_path(KUEUE, 'clusterqueues')}/{cluster_queue}")
+        if cluster_queue_object is None:
             return
-        if not found:
+        if not cluster_queue_object:
             what = f"leads to the ClusterQueue {cluster_queue}, which does not exist"
             self.problems.append(Problem(where=f"--queue {name}", what=what, fix="ask the operator"))
             return
-        stopped = found.get("spec", {}).get("stopPolicy") or queue.get("spec", {}).get("stopPolicy")
-        if stopped and stopped != "None":
-            self.remarks.append(f"queue {name} is stopped ({stopped}): the job waits until the operator opens it")
-        elif (inactive := has_condition(found, "Active", "False")) is not None:
+        stop_policy = cluster_queue_object.get("spec", {}).get("stopPolicy") or queue.get("spec", {}).get("stopPolicy")
+        if stop_policy and stop_policy != "None":
+            self.remarks.append(f"queue {name} is stopped ({stop_policy}): the job waits until the operator opens it")
+        elif (inactive := has_condition(cluster_queue_object, "Active", "False")) is not None:
             self.remarks.append(f"queue {name} is not active: {inactive.get('message')}")
         for request in requests:
-            self._check_quota(request, name, found)
+            self._check_quota(request, name, cluster_queue_object)
 
     def _check_quota(self, request: LaunchRequest, name: str, cluster_queue: Document) -> None:
         resource = gpu_resource(request) if request.accelerator != "cpu" else "cpu"
-        wanted = request.all_hosts * request.devices_per_host
-        most = self._most_quota(cluster_queue, resource)
-        if most is None:
+        wanted_quota = request.all_hosts * request.devices_per_host
+        max_quota = self._most_quota(cluster_queue, resource)
+        if max_quota is None:
             self.problems.append(
                 Problem(
                     where=f"--queue {name}",
@@ -236,28 +244,28 @@ class _Preflight:
                     fix="use another --queue, or ask the operator to add it to the ClusterQueue",
                 )
             )
-        elif wanted > most:
+        elif wanted_quota > max_quota:
             self.problems.append(
                 Problem(
                     where=f"--queue {name}",
-                    what=f"{request.name} asks for {wanted:,} {resource} "
+                    what=f"{request.name} asks for {wanted_quota:,} {resource} "
                     f"({plural(request.all_hosts, 'host')} × {request.devices_per_host}), "
-                    f"but the queue gets at most {most:,.0f}, borrowed ones included",
+                    f"but the queue gets at most {max_quota:,.0f}, borrowed ones included",
                     fix="use fewer --hosts or --spares, or another --queue",
                 )
             )
 
     def _most_quota(self, cluster_queue: Document, resource: str) -> float | None:
-        """The most a queue can ever have: its own, and what it may borrow; None where the resource is not covered.
+        """Return the most a queue can ever have: its own quota and what it may borrow; None without any quota.
 
         Kueue gives one flavour to one pod set, so the largest of the flavours counts.
         """
         spec = cluster_queue.get("spec", {})
-        own = _flavour_quotas(spec, resource)
-        if not own:
+        own_quotas = _flavour_quotas(spec, resource)
+        if not own_quotas:
             return None
         cohort = str(spec.get("cohortName") or "")
-        lent: dict[str, float] = {}
+        lendable_by_flavour: dict[str, float] = {}
         if cohort:
             try:
                 queues, _ = self.client.list_objects(kind_path(KUEUE, "clusterqueues"))
@@ -266,21 +274,25 @@ class _Preflight:
                     raise
                 return float("inf")
             name = cluster_queue["metadata"]["name"]
-            for other in queues:
-                if other.get("spec", {}).get("cohortName") == cohort and other["metadata"]["name"] != name:
-                    for flavour, quota in _flavour_quotas(other["spec"], resource).items():
+            for queue in queues:
+                if queue.get("spec", {}).get("cohortName") == cohort and queue["metadata"]["name"] != name:
+                    for flavour, quota in _flavour_quotas(queue["spec"], resource).items():
                         limit = quota.get("lendingLimit")
-                        given = parse_quantity(quota.get("nominalQuota", 0) if limit is None else limit)
-                        lent[flavour] = lent.get(flavour, 0.0) + given
-        best = 0.0
-        for flavour, quota in own.items():
+                        lendable = parse_quantity(quota.get("nominalQuota", 0) if limit is None else limit)
+                        lendable_by_flavour[flavour] = lendable_by_flavour.get(flavour, 0.0) + lendable
+        max_quota = 0.0
+        for flavour, quota in own_quotas.items():
             limit = quota.get("borrowingLimit")
-            borrowed = lent.get(flavour, 0.0) if limit is None else min(lent.get(flavour, 0.0), parse_quantity(limit))
-            best = max(best, parse_quantity(quota.get("nominalQuota", 0)) + borrowed)
-        return best
+            borrowed = (
+                lendable_by_flavour.get(flavour, 0.0)
+                if limit is None
+                else min(lendable_by_flavour.get(flavour, 0.0), parse_quantity(limit))
+            )
+            max_quota = max(max_quota, parse_quantity(quota.get("nominalQuota", 0)) + borrowed)
+        return max_quota
 
     def _check_nodes(self, requests: Sequence[LaunchRequest]) -> None:
-        """More nodes than exist: told where this user may list nodes."""
+        """Report requests for more nodes than exist, if this user may list nodes."""
         try:
             nodes, _ = self.client.list_objects(kind_path("v1", "nodes"))
         except KubeRefusal as error:
@@ -289,8 +301,8 @@ class _Preflight:
             raise
         for request in requests:
             resource = gpu_resource(request) if request.accelerator != "cpu" else "cpu"
-            able = [one for one in nodes if _allocatable(one, resource) >= request.devices_per_host]
-            usable = [one for one in able if is_usable(one)]
+            able = [node for node in nodes if _allocatable(node, resource) >= request.devices_per_host]
+            usable = [node for node in able if is_usable(node)]
             if len(able) < request.all_hosts:
                 self.problems.append(
                     Problem(
@@ -307,7 +319,7 @@ class _Preflight:
 
 
 def is_usable(node: Document) -> bool:
-    """Ready, and not cordoned."""
+    """Return whether a node is ready and not cordoned."""
     return not node.get("spec", {}).get("unschedulable") and has_condition(node, "Ready") is not None
 
 
@@ -326,7 +338,7 @@ def _flavour_quotas(spec: Document, resource: str) -> dict[str, dict[str, Any]]:
 
 
 def parse_quantity(value: object) -> float:
-    """A quantity as Kubernetes writes it; 0 where it is none.
+    """Parse a quantity as Kubernetes writes it; 0 if it is invalid.
 
     >>> [parse_quantity(text) for text in ("8", "500m", "2k", "1Gi", 4)]
     [8.0, 0.5, 2000.0, 1073741824.0, 4.0]

@@ -1,4 +1,4 @@
-"""What the API's refusals mean to the person who launched: one sentence and the cure, exit code 2 or 3."""
+"""Explanations of the API's refusals: one sentence with a remedy, exit code 2 or 3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.launch.kube.client import KubeRefusal
 
 
 def explain_refusal(error: KubeRefusal, access: KubeAccess, *, what: str) -> PhalanxError:
-    """The error to raise; `what` names the object, such as `JobSet llama-1`."""
+    """Return the error to raise; `what` names the object, such as `JobSet llama-1`."""
     context = f"context {access.context}" if access.context else "the pod's service account"
     if error.status == 401:
         return UserError(
@@ -48,5 +48,5 @@ def explain_refusal(error: KubeRefusal, access: KubeAccess, *, what: str) -> Pha
     if error.status == 429:
         fix = "wait, and launch fewer jobs at once; the operator sees it as apiserver 429s"
         return SystemFailure(Problem(where=access.server, what="the API is throttling us", why=error.message, fix=fix))
-    said = f"answered {error.status} to {error.asked}: {error.message}"
-    return SystemFailure(Problem(where=access.server, what=said, fix="try again; kubectl get --raw /readyz?verbose"))
+    message = f"answered {error.status} to {error.asked}: {error.message}"
+    return SystemFailure(Problem(where=access.server, what=message, fix="try again; kubectl get --raw /readyz?verbose"))

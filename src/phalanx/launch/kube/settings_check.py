@@ -1,4 +1,4 @@
-"""Settings of a launch on Kubernetes that no cluster could take: said without asking one."""
+"""Checks of launch settings that no Kubernetes cluster could accept, without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def check_settings(requests: Sequence[LaunchRequest]) -> tuple[list[Problem], list[str]]:
-    """What can be said of the settings without a cluster."""
+    """Return problems of the settings that are known without a cluster, and remarks."""
     problems: list[Problem] = []
     remarks: list[str] = []
 
@@ -43,14 +43,17 @@ def check_settings(requests: Sequence[LaunchRequest]) -> tuple[list[Problem], li
         for label in settings.topology:
             if not LABEL.fullmatch(label):
                 wrong("launch.topology", f"{label[:60]!r} is no label of a node", "such as topology/rack")
-        mount, how = request.volume_folder, "where --runs is" if not request.volume else "at the folder around --out"
+        mount, mount_text = (
+            request.volume_folder,
+            "where --runs is" if not request.volume else "at the folder around --out",
+        )
         for key, path in request.inputs:
             if not PurePosixPath(path).is_relative_to(mount):
-                other = (
+                alternative = (
                     "a folder above both with --runs" if not request.volume else "an --out whose parent is above both"
                 )
-                fix = f"put it below {mount} (phalanx data build makes datasets anywhere), or name {other}"
-                why = f"the claim is mounted {how}, {mount}, and pods see nothing else of this machine"
+                fix = f"put it below {mount} (phalanx data build makes datasets anywhere), or name {alternative}"
+                why = f"the claim is mounted {mount_text}, {mount}, and pods see nothing else of this machine"
                 wrong(f"{key} {path}", "would not be seen by the pods", fix, why)
         if settings.mounts:
             what = "mounts folders of the host, which pods of this profile may not"
@@ -60,6 +63,6 @@ def check_settings(requests: Sequence[LaunchRequest]) -> tuple[list[Problem], li
         if settings.host_network:
             remarks.append(f"{request.name}: in the network of its nodes, where no NetworkPolicy holds")
     names = [object_name(request) for request in requests]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        wrong(twice[0], "would be the name of two jobs in Kubernetes", "use --name or --group")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        wrong(duplicates[0], "would be the name of two jobs in Kubernetes", "use --name or --group")
     return list(dict.fromkeys(problems)), remarks

@@ -1,4 +1,4 @@
-"""Why a job on Kubernetes waits, runs or has ended: from its object, Kueue's Workload, its pods and events."""
+"""Explanations of a job's state on Kubernetes, from its object, Kueue's Workload, its pods and events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from phalanx.launch.system import DONE, FAILED, RUNNING, WAITING
 from phalanx.units import first_few, plural
 
 MOST_TEXT = 300
-# What Kueue says of a Workload without quota -> the sentence and the cure. A reason of its own decides; by default
+# Kueue's reasons for a Workload without quota -> the sentence and the remedy. A specific reason decides; by default
 # (0.19 too) the reason is Pending or Inadmissible, and parts of the message decide, the first row first: a message
-# names every flavour, and one that only lacks free quota gives hope where another could never take the job.
+# names every flavour, and one that only lacks free quota may still take the job where another never could.
 # `{message}`, `{queue}` and `{id}` are filled in.
 QUOTA: tuple[tuple[str, str, str], ...] = (
     (
@@ -80,7 +80,7 @@ QUOTA: tuple[tuple[str, str, str], ...] = (
         "ask the operator; kubectl describe workloads.kueue.x-k8s.io says more",
     ),
     (
-        "PendingEvaluation|",  # and whatever Kueue says otherwise
+        "PendingEvaluation|",  # and any other reason of Kueue
         "Kueue has not admitted it to queue {queue} yet ({message})",
         "wait a moment; if it stays so, kubectl describe workloads.kueue.x-k8s.io says more",
     ),
@@ -97,59 +97,60 @@ EVICTED = {
     "Deactivated": ("it was deactivated ({message})", "phalanx requeue {id} activates it again"),
     "MaximumExecutionTimeExceeded": ("its time limit is over", "phalanx requeue {id} resumes it"),
 }
-LIFTED = ("Deactivated", "ClusterQueueStopped", "LocalQueueStopped")  # what an operator or user takes back
+# Reasons that an operator or user can undo.
+LIFTED = ("Deactivated", "ClusterQueueStopped", "LocalQueueStopped")
 IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "ContainerCannotRun")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubeFacts:
-    """What the cluster knows of one job."""
+    """The cluster's objects about one job."""
 
     id: str
     main: Document | None  # JobSet, Job or TrainJob
-    workload: Document | None = None  # Kueue's
+    workload: Document | None = None  # Kueue's Workload
     pods: Sequence[Document] = ()
     events: Sequence[Document] = ()
     queue: str = ""
-    said: str = ""  # by the run folder, of its end
+    said: str = ""  # the run folder's message about its end
     hosts: int = 0
 
 
 def job_state(main: Mapping[str, Any] | None, workload: Mapping[str, Any] | None, running: int) -> tuple[str, str]:
-    """The state of a job and the cluster's own word for it; `running` counts pods that run."""
+    """Return the state of a job and the cluster's own term for it; `running` is the number of running pods."""
     if main is None:
         return FAILED, "not in the cluster"
     for kind in ("Completed", "Complete"):
         if has_condition(main, kind):
             return DONE, kind
-    if (ended := has_condition(main, "Failed")) is not None:
-        return FAILED, f"Failed, {ended.get('reason') or 'no reason'}"
+    if (failed_condition := has_condition(main, "Failed")) is not None:
+        return FAILED, f"Failed, {failed_condition.get('reason') or 'no reason'}"
     if (evicted := _eviction(workload)) is not None and not has_condition(workload, "Admitted"):
         return WAITING, f"Evicted, {evicted.get('reason')}"
     if has_condition(main, "Suspended") or main.get("spec", {}).get("suspend"):
-        held = has_condition(workload, "QuotaReserved", "False")
-        return WAITING, f"Suspended, {held.get('reason') if held else 'not admitted'}"
+        quota_condition = has_condition(workload, "QuotaReserved", "False")
+        return WAITING, f"Suspended, {quota_condition.get('reason') if quota_condition else 'not admitted'}"
     return (RUNNING, "Running") if running else (WAITING, "Starting")
 
 
 def explain_job(facts: KubeFacts) -> tuple[str, str, str]:
-    """State, reason and cure."""
+    """Return state, reason and remedy of a job."""
     running = [pod for pod in facts.pods if _phase(pod) == "Running"]
-    state, word = job_state(facts.main, facts.workload, len(running))
+    state, term = job_state(facts.main, facts.workload, len(running))
     if state == DONE:
         return state, "the training is complete", ""
     if facts.main is None:
-        gone = f"the cluster has no object of it any more{f'; the run says: {facts.said}' if facts.said else ''}"
-        return state, gone, f"phalanx requeue {facts.id} resumes it from its newest checkpoint"
+        reason_gone = f"the cluster has no object of it any more{f'; the run says: {facts.said}' if facts.said else ''}"
+        return state, reason_gone, f"phalanx requeue {facts.id} resumes it from its newest checkpoint"
     if state == FAILED:
-        reason, cure = _why_failed(facts)
-    elif word.startswith(("Suspended", "Evicted")):
-        reason, cure = _why_not_admitted(facts, word)
+        reason, remedy = _why_failed(facts)
+    elif term.startswith(("Suspended", "Evicted")):
+        reason, remedy = _why_not_admitted(facts, term)
     else:
-        reason, cure = _why_not_running(facts, len(running))
+        reason, remedy = _why_not_running(facts, len(running))
     fill = {"id": facts.id, "queue": facts.queue or "its queue"}
-    return state, reason, cure.format(**fill)
+    return state, reason, remedy.format(**fill)
 
 
 def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
@@ -165,21 +166,21 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
             "wait a moment; if it stays so, ask the operator whether Kueue runs and manages JobSets in this namespace",
         )
     if facts.workload.get("spec", {}).get("active") is False:
-        told = has_condition(facts.workload, "Evicted") or has_condition(facts.workload, "DeactivationTarget") or {}
-        reason, cure = _eviction_row(str(told.get("reason") or ""), EVICTED["Deactivated"])
-        return reason.format(message=_message(told)), cure.format(**fill)
+        eviction = has_condition(facts.workload, "Evicted") or has_condition(facts.workload, "DeactivationTarget") or {}
+        reason, remedy = _eviction_row(str(eviction.get("reason") or ""), EVICTED["Deactivated"])
+        return reason.format(message=_message(eviction)), remedy.format(**fill)
     pending = has_condition(facts.workload, "QuotaReserved", "False")
     evicted = _eviction(facts.workload)
     if evicted is not None and (word.startswith("Evicted") or pending is None):
         unknown = ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
-        reason, cure = _eviction_row(str(evicted.get("reason") or ""), unknown)
-        return reason.format(message=_message(evicted)), cure.format(**fill)
+        reason, remedy = _eviction_row(str(evicted.get("reason") or ""), unknown)
+        return reason.format(message=_message(evicted)), remedy.format(**fill)
     if pending is None:
         if has_condition(facts.workload, "QuotaReserved") and not has_condition(facts.workload, "Admitted"):
             checks = [
-                f"{one.get('name')}: {one.get('message') or one.get('state')}"
-                for one in facts.workload.get("status", {}).get("admissionChecks") or ()
-                if one.get("state") != "Ready"
+                f"{check.get('name')}: {check.get('message') or check.get('state')}"
+                for check in facts.workload.get("status", {}).get("admissionChecks") or ()
+                if check.get("state") != "Ready"
             ]
             return (
                 f"it has quota and waits for a check ({first_few(checks, 3) or 'admission'})",
@@ -187,13 +188,16 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
             )
         return f"Kueue has not looked at it yet in queue {queue}", "wait a moment"
     message = _message(pending)
-    reason, cure = _quota_row(str(pending.get("reason") or ""), message)
-    return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+    reason, remedy = _quota_row(str(pending.get("reason") or ""), message)
+    return reason.format(message=message, queue=queue), remedy.format(queue=queue, id=facts.id)
 
 
 def _eviction(workload: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Why Kueue took its quota, while that holds it. The condition stays until there is quota again, also when the job
-    has been activated or its queue goes on since: then what it waits for now says more."""
+    """Return why Kueue took a job's quota, while that reason applies.
+
+    The condition stays until there is quota again, even if the job has been activated or its queue started since; then
+    the condition that it waits for now is more useful.
+    """
     evicted = has_condition(workload, "Evicted")
     if workload is None or evicted is None or workload.get("spec", {}).get("active") is False:
         return evicted
@@ -202,32 +206,34 @@ def _eviction(workload: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _eviction_row(said: str, other: tuple[str, str]) -> tuple[str, str]:
-    """The sentence and the cure for Kueue's reason, such as DeactivatedDueToMaximumExecutionTimeExceeded."""
-    whole, _, cause = said.partition("DueTo")
-    return EVICTED.get(cause) or EVICTED.get(whole) or other
+    """Return the sentence and the remedy for Kueue's reason, such as DeactivatedDueToMaximumExecutionTimeExceeded."""
+    kind, _, cause = said.partition("DueTo")
+    return EVICTED.get(cause) or EVICTED.get(kind) or other
 
 
 def _quota_row(said: str, message: str) -> tuple[str, str]:
-    """The sentence and the cure for Kueue's reason and message."""
-    for parts, reason, cure in QUOTA:
-        if said == parts.split("|")[0]:
-            return reason, cure
-    for parts, reason, cure in QUOTA:
-        if any(_matches(part, f"{said} {message}") for part in parts.split("|")):
-            return reason, cure
-    raise AssertionError  # the last row takes everything
+    """Return the sentence and the remedy for Kueue's reason and message."""
+    for patterns, reason, remedy in QUOTA:
+        if said == patterns.split("|")[0]:
+            return reason, remedy
+    for patterns, reason, remedy in QUOTA:
+        if any(_matches(pattern, f"{said} {message}") for pattern in patterns.split("|")):
+            return reason, remedy
+    raise AssertionError  # the last row matches everything
 
 
 def _why_not_running(facts: KubeFacts, running: int) -> tuple[str, str]:
-    """Pods that are there and do not run say why; without pods, what makes them does."""
+    """Explain why pods do not run; without pods, why none are created."""
     for pod in sorted(facts.pods, key=_index):
-        if (found := _why_pod_waits(pod, facts.events)) is not None:
-            return found
+        if (explanation := _why_pod_waits(pod, facts.events)) is not None:
+            return explanation
     if not facts.pods:
-        failed = [one for one in facts.events if one.get("reason") in ("FailedCreate", "FailedAdmission")]
-        if failed:
+        create_failures = [
+            event for event in facts.events if event.get("reason") in ("FailedCreate", "FailedAdmission")
+        ]
+        if create_failures:
             return (
-                f"its pods cannot be made: {_message(failed[-1])}",
+                f"its pods cannot be made: {_message(create_failures[-1])}",
                 "ask the operator about quota, pod security and the default service account of the namespace",
             )
         return "its pods are being made", "wait a moment; if it stays so, ask whether the JobSet controller runs"
@@ -256,8 +262,8 @@ def _why_pod_waits(pod: Document, events: Iterable[Document]) -> tuple[str, str]
         if waiting.get("reason") in SETUP:
             return f"pod {name} cannot start: {_message(waiting)}", "correct that, then phalanx requeue {id}"
     for event in events:
-        about = (event.get("involvedObject") or {}).get("name")
-        if about == name and event.get("reason") in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
+        subject = (event.get("involvedObject") or {}).get("name")
+        if subject == name and event.get("reason") in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
             return (
                 f"pod {name} waits for a volume or its network: {_message(event)}",
                 "kubectl get pvc shows the claim; ask the operator if it is bound",
@@ -266,39 +272,44 @@ def _why_pod_waits(pod: Document, events: Iterable[Document]) -> tuple[str, str]
 
 
 def _why_failed(facts: KubeFacts) -> tuple[str, str]:
-    """The pod that failed first says most, then the run folder, then the object's condition."""
-    again = "phalanx logs {id} shows its last lines; phalanx requeue {id} resumes it"
-    ends = []
+    """Explain a failure by the pod that failed first, else the run folder, else the object's condition."""
+    resume_fix = "phalanx logs {id} shows its last lines; phalanx requeue {id} resumes it"
+    pod_ends = []
     for pod in facts.pods:
         for container in pod.get("status", {}).get("containerStatuses") or ():
-            over = (container.get("state") or {}).get("terminated") or {}
-            if over and over.get("exitCode"):
-                ends.append((str(over.get("finishedAt") or ""), str(pod["metadata"]["name"]), over))
-    if ends:
-        _, name, over = min(ends, key=lambda one: one[:2])
-        if over.get("reason") == "OOMKilled":
-            return f"pod {name} had too little memory (OOMKilled)", f"a smaller train.micro_batch; {again}"
-        said = facts.said or _message(over)
-        return f"pod {name} ended with exit code {over['exitCode']}{f': {said}' if said else ''}", again
-    ended = has_condition(facts.main, "Failed") or {}
-    return facts.said or f"{ended.get('reason')}: {_message(ended)}", again
+            terminated = (container.get("state") or {}).get("terminated") or {}
+            if terminated and terminated.get("exitCode"):
+                pod_ends.append((str(terminated.get("finishedAt") or ""), str(pod["metadata"]["name"]), terminated))
+    if pod_ends:
+        _, name, terminated = min(pod_ends, key=lambda end: end[:2])
+        if terminated.get("reason") == "OOMKilled":
+            return f"pod {name} had too little memory (OOMKilled)", f"a smaller batch.micro; {resume_fix}"
+        message = facts.said or _message(terminated)
+        return (
+            f"pod {name} ended with exit code {terminated['exitCode']}{f': {message}' if message else ''}",
+            resume_fix,
+        )
+    failed_condition = has_condition(facts.main, "Failed") or {}
+    return facts.said or f"{failed_condition.get('reason')}: {_message(failed_condition)}", resume_fix
 
 
 def find_workload(workloads: Iterable[Document], main: Mapping[str, Any]) -> Document | None:
-    """Kueue's Workload of a job: the one that it owns, the newest where there are several."""
+    """Return Kueue's Workload of a job: the newest of those that the job owns."""
     uid = main.get("metadata", {}).get("uid")
     owned = [
-        one
-        for one in workloads
-        if uid and any(owner.get("uid") == uid for owner in one.get("metadata", {}).get("ownerReferences") or ())
+        workload
+        for workload in workloads
+        if uid and any(owner.get("uid") == uid for owner in workload.get("metadata", {}).get("ownerReferences") or ())
     ]
-    return max(owned, key=lambda one: str(one["metadata"].get("creationTimestamp") or ""), default=None)
+    return max(owned, key=lambda workload: str(workload["metadata"].get("creationTimestamp") or ""), default=None)
 
 
 def newest_message(document: Document) -> str:
-    """What the condition that changed last says."""
-    last = max(conditions_of(document), key=lambda one: str(one.get("lastTransitionTime") or ""), default=None)
-    return "" if last is None else f"{last.get('type')}={last.get('status')}: {_message(last)}"
+    """Return the type, status and message of the condition that changed last."""
+    newest = max(
+        conditions_of(document), key=lambda condition: str(condition.get("lastTransitionTime") or ""), default=None
+    )
+    return "" if newest is None else f"{newest.get('type')}={newest.get('status')}: {_message(newest)}"
 
 
 def _phase(pod: Mapping[str, Any]) -> str:
@@ -315,11 +326,11 @@ def _message(condition: Mapping[str, Any]) -> str:
 
 
 def _matches(part: str, said: str) -> bool:
-    """`part`, in which ` .* ` stands for any words."""
-    place = 0
+    """Return whether `said` contains `part`, in which ` .* ` matches any words."""
+    position = 0
     for piece in part.split(" .* "):
-        place = said.find(piece, place)
-        if place < 0:
+        position = said.find(piece, position)
+        if position < 0:
             return False
-        place += len(piece)
+        position += len(piece)
     return True

@@ -1,1 +1,1 @@
-"""The operator's side of a cluster: teams and their quotas, node health."""
+"""The operator's side of a cluster: teams and their quotas, and node health."""

@@ -1,4 +1,4 @@
-"""Objects held against a live cluster: what would be made, changed or left as it is; and applying them."""
+"""Comparison of objects with a live cluster: which are new, changed or unchanged; and applying them."""
 
 from __future__ import annotations
 
@@ -19,40 +19,44 @@ NOISE = ("managedFields", "resourceVersion", "generation", "creationTimestamp", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectChange:
-    """One object, and what becomes of it."""
+    """One object, and the change it needs."""
 
     kind: str
     name: str
     namespace: str
     change: str  # new, changed, unchanged, left out
-    diff: str = ""  # unified; empty unless it changed
+    diff: str = ""  # a unified diff; empty unless the object changed
     note: str = ""
 
 
 def compare_objects(client: KubeClient, documents: Sequence[Document], *, apply: bool) -> list[ObjectChange]:
-    """Each object as the server would have it (a trial apply) beside the one that is there; applied where asked for.
+    """Compare each object, as a dry run of the server would store it, with the existing one; apply them if asked.
 
-    A namespace that is only about to be made cannot hold a trial: what is in it is new. Raises UserError for what the
-    cluster refuses. With `apply`, all trials come first: a mistake changes nothing, but may leave an empty namespace.
+    A dry run in a namespace that does not exist yet is impossible, so objects in it count as new. Raises UserError for
+    objects that the cluster refuses. With `apply`, all dry runs come first: a mistake changes nothing, but may leave
+    an empty namespace.
     """
-    changes = [_compare_object(client, one, _new_spaces(client, documents)) for one in documents]
+    changes = [_compare_object(client, document, _new_spaces(client, documents)) for document in documents]
     if apply:
-        wanted = [one for one, change in zip(documents, changes, strict=True) if change.change in (NEW, CHANGED)]
-        spaces = [one for one in wanted if one["kind"] == "Namespace"]
+        pending = [
+            document for document, change in zip(documents, changes, strict=True) if change.change in (NEW, CHANGED)
+        ]
+        spaces = [document for document in pending if document["kind"] == "Namespace"]
         for document in spaces:
             _apply(client, document)
-        made = {one["metadata"]["name"] for one in spaces}
-        for document in wanted:  # what could not be tried before its namespace was there
-            if document["metadata"].get("namespace") in made:
+        new_names = {document["metadata"]["name"] for document in spaces}
+        # Objects that could not be tried before their namespace existed.
+        for document in pending:
+            if document["metadata"].get("namespace") in new_names:
                 _apply(client, document, dry_run=True)
-        for document in wanted:
+        for document in pending:
             if document["kind"] != "Namespace":
                 _apply(client, document)
     return changes
 
 
 def _new_spaces(client: KubeClient, documents: Sequence[Document]) -> set[str]:
-    names = {one["metadata"]["name"] for one in documents if one["kind"] == "Namespace"}
+    names = {document["metadata"]["name"] for document in documents if document["kind"] == "Namespace"}
     return {name for name in names if _get(client, {"kind": "Namespace"}, f"/api/v1/namespaces/{name}") is None}
 
 
@@ -60,19 +64,19 @@ def _compare_object(client: KubeClient, document: Document, new_spaces: set[str]
     kind, metadata = str(document["kind"]), document["metadata"]
     space = str(metadata.get("namespace") or "")
     path = object_path(document, space)
-    here = _get(client, document, path)
+    existing = _get(client, document, path)
     change, diff, note = SAME, "", ""
-    if here is None and not _is_known(client, str(document["apiVersion"]), kind):
+    if existing is None and not _is_known(client, str(document["apiVersion"]), kind):
         change, note = MISSING_API, f"the cluster has no {document['apiVersion']} {kind}"
-    elif here is None:
+    elif existing is None:
         change = NEW
         if space not in new_spaces:
             _apply(client, document, dry_run=True)
     else:
-        then = _apply(client, document, dry_run=True)
+        applied = _apply(client, document, dry_run=True)
         lines = difflib.unified_diff(
-            _text(here),
-            _text(then),
+            _text(existing),
+            _text(applied),
             f"{kind} {metadata['name']} now",
             f"{kind} {metadata['name']} then",
             lineterm="",
@@ -93,8 +97,10 @@ def _get(client: KubeClient, document: Document, path: str) -> Document | None:
 def _is_known(client: KubeClient, api: str, kind: str) -> bool:
     if "/" not in api:
         return True
-    found = _get(client, {"kind": kind}, f"/apis/{api}")
-    return found is not None and any(one.get("kind", kind) == kind for one in found.get("resources") or ())
+    api_resources = _get(client, {"kind": kind}, f"/apis/{api}")
+    return api_resources is not None and any(
+        resource.get("kind", kind) == kind for resource in api_resources.get("resources") or ()
+    )
 
 
 def _apply(client: KubeClient, document: Document, *, dry_run: bool = False) -> Document:
@@ -108,5 +114,5 @@ def _apply(client: KubeClient, document: Document, *, dry_run: bool = False) -> 
 
 def _text(document: Document) -> list[str]:
     metadata = {key: value for key, value in document["metadata"].items() if key not in NOISE}
-    kept: dict[str, Any] = {key: value for key, value in document.items() if key not in ("metadata", "status")}
-    return yaml.safe_dump({**kept, "metadata": metadata}, sort_keys=True, width=120).splitlines()
+    fields: dict[str, Any] = {key: value for key, value in document.items() if key not in ("metadata", "status")}
+    return yaml.safe_dump({**fields, "metadata": metadata}, sort_keys=True, width=120).splitlines()

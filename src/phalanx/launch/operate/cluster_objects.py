@@ -1,4 +1,4 @@
-"""A teams.toml as objects of Kubernetes and Kueue: who may use what, in which order, and where it lies."""
+"""A teams.toml as objects of Kubernetes and Kueue: rights, quotas, priorities and placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.launch.operate.teams import HOSTNAME, NodeFlavour, Team, Teams
 
 USER_ROLE = "phalanx-user"
 RBAC = "rbac.authorization.k8s.io/v1"
-# Beside what launches need: `why` reads them, and the preflight of a launch.
+# Rights besides those of a launch, for `why` and the preflight.
 READ_RIGHTS = [
     ("", "events", ("get", "list")),
     ("", "persistentvolumeclaims", ("get", "list")),
@@ -22,21 +22,21 @@ READ_RIGHTS = [
 
 
 def cluster_objects(teams: Teams) -> list[Document]:
-    """All objects, in an order in which they can be applied."""
-    found = [_namespace(teams.namespace)]
-    found += [_namespace(team.namespace) for team in teams.teams if team.namespace != teams.namespace]
-    found += [_priority(name, value) for name, value in sorted(teams.priorities.items(), key=lambda one: one[1])]
+    """Return all objects, in an order in which they can be applied."""
+    objects = [_namespace(teams.namespace)]
+    objects += [_namespace(team.namespace) for team in teams.teams if team.namespace != teams.namespace]
+    objects += [_priority(name, value) for name, value in sorted(teams.priorities.items(), key=lambda item: item[1])]
     levels = [{"nodeLabel": label} for label in (*teams.topology, HOSTNAME)]
-    found.append(made(KUEUE, "Topology", teams.name, spec={"levels": levels}))
-    found += [_flavour(teams, flavour) for flavour in teams.flavours]
-    found += [_cluster_queue(teams, team) for team in teams.teams]
-    found += [
+    objects.append(made(KUEUE, "Topology", teams.name, spec={"levels": levels}))
+    objects += [_flavour(teams, flavour) for flavour in teams.flavours]
+    objects += [_cluster_queue(teams, team) for team in teams.teams]
+    objects += [
         made(KUEUE, "LocalQueue", team.name, namespace=team.namespace, spec={"clusterQueue": team.name})
         for team in teams.teams
     ]
-    found += _user_rights(teams)
-    found += operator_objects(teams)
-    return [*found, *([prometheus_rules(teams)] if teams.prometheus else [])]
+    objects += _user_rights(teams)
+    objects += operator_objects(teams)
+    return [*objects, *([prometheus_rules(teams)] if teams.prometheus else [])]
 
 
 def _namespace(name: str) -> Document:
@@ -49,29 +49,31 @@ def _priority(name: str, value: int) -> Document:
 
 def _flavour(teams: Teams, flavour: NodeFlavour) -> Document:
     spec: dict[str, Any] = {"nodeLabels": dict(flavour.labels), "topologyName": teams.name}
-    if teams.device in flavour.resources:  # nodes with devices are tainted, so that nothing else lands on them
+    # Nodes with devices are tainted, so that no other pods are placed on them.
+    if teams.device in flavour.resources:
         spec["tolerations"] = [{"key": teams.device, "operator": "Exists", "effect": "NoSchedule"}]
     return made(KUEUE, "ResourceFlavor", flavour.name, spec=spec)
 
 
 def _cluster_queue(teams: Teams, team: Team) -> Document:
-    """A team owns its share, lends it while idle and takes it back; in its queue the higher priority goes first."""
-    # Kueue wants every resource in one group, and every flavour of a group to say something of each.
+    """Return a team's queue: it owns a share, lends it while idle and reclaims it; higher priorities go first."""
+    # Kueue requires every resource in one group, and every flavour of a group to state a quota for each.
     names = sorted({name for flavour in teams.flavours for name in flavour.resources})
     flavours = []
     for flavour in teams.flavours:
-        share, most = team.share.get(flavour.name, 0), team.most.get(flavour.name)
+        share, max_nodes = team.share.get(flavour.name, 0), team.most.get(flavour.name)
         quotas = []
         for name in names:
             amount = flavour.resources.get(name, 0.0)
             quota = {"name": name, "nominalQuota": quantity(share * amount)}
-            if most is not None:
-                quota["borrowingLimit"] = quantity(max(0, most - share) * amount)
+            if max_nodes is not None:
+                quota["borrowingLimit"] = quantity(max(0, max_nodes - share) * amount)
             quotas.append(quota)
         flavours.append({"name": flavour.name, "resources": quotas})
     spec = {
         "cohortName": teams.name,
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": team.namespace}},
+        # A job that does not fit now must not block smaller ones behind it.
         "queueingStrategy": "BestEffortFIFO",
         "preemption": {"reclaimWithinCohort": "Any", "withinClusterQueue": "LowerPriority"},
         "fairSharing": {"weight": quantity(team.weight)},
@@ -81,23 +83,25 @@ def _cluster_queue(teams: Teams, team: Team) -> Document:
 
 
 def _user_rights(teams: Teams) -> list[Document]:
-    """What a person needs to launch, ask and cancel in the team's namespace, and nothing else."""
-    wanted: dict[tuple[str, str], set[str]] = {}
+    """Return the rights that a user needs to launch, query and cancel in the team's namespace, and no others."""
+    verbs_by_resource: dict[tuple[str, str], set[str]] = {}
     for group, resource, verbs in [
         *SHARED_RIGHTS,
-        *(one for listed in RIGHTS.values() for one in listed),
+        *(right for rights in RIGHTS.values() for right in rights),
         *READ_RIGHTS,
     ]:
-        wanted.setdefault((group, resource), set()).update(verbs)
+        verbs_by_resource.setdefault((group, resource), set()).update(verbs)
     rules = [
         {"apiGroups": [group], "resources": [resource], "verbs": sorted(verbs)}
-        for (group, resource), verbs in sorted(wanted.items())
+        for (group, resource), verbs in sorted(verbs_by_resource.items())
     ]
-    found = [made(RBAC, "ClusterRole", USER_ROLE, rules=rules)]
+    objects = [made(RBAC, "ClusterRole", USER_ROLE, rules=rules)]
     for team in teams.teams:
         people = [{"apiGroup": RBAC.partition("/")[0], "kind": "Group", "name": name} for name in team.groups]
         people += [{"apiGroup": RBAC.partition("/")[0], "kind": "User", "name": name} for name in team.users]
         if people:
             role = {"apiGroup": RBAC.partition("/")[0], "kind": "ClusterRole", "name": USER_ROLE}
-            found.append(made(RBAC, "RoleBinding", USER_ROLE, namespace=team.namespace, subjects=people, roleRef=role))
-    return found
+            objects.append(
+                made(RBAC, "RoleBinding", USER_ROLE, namespace=team.namespace, subjects=people, roleRef=role)
+            )
+    return objects

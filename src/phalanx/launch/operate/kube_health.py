@@ -1,4 +1,4 @@
-"""Node health on Kubernetes: one list and one watch, however many nodes there are; cordons carry their reason."""
+"""Node health on Kubernetes: one list and one watch for all nodes; cordons carry their reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.launch.operate.health import HealthDecision, NodeHealth, decide_hea
 
 NODES = kind_path("v1", "nodes")
 CONDITION = "PhalanxUnhealthy"  # set by phalanx-signals on its own node
-REASON = "phalanx.cordoned"  # annotation: why we did it
-# Conditions that blame a node when True: ours, and those of node-problem-detector and clouds.
+REASON = "phalanx.cordoned"  # annotation: the reason of our cordon
+# Conditions that blame a node when True: Phalanx's, and those of node-problem-detector and clouds.
 BAD_CONDITIONS = (
     *(CONDITION, "KernelDeadlock", "ReadonlyFilesystem", "CorruptDockerOverlay2", "FrequentKubeletRestart"),
     *("FrequentContainerdRestart", "XidError", "GpuUnhealthy", "GPUFallenOffBus", "NVLinkError", "EccError"),
     *("DiskPressure", "NetworkUnavailable", "VMEventScheduled", "MaintenanceScheduled"),
 )
-# Taints by which clouds and tools announce that a node will go.
+# Taints by which clouds and tools announce that a node will be removed.
 NOTICES = (
     *("cloud.google.com/impending-node-termination", "aws-node-termination-handler/scheduled-maintenance"),
     *("aws-node-termination-handler/spot-itn", "node.cloudprovider.kubernetes.io/shutdown", "nvsentinel"),
@@ -32,31 +32,37 @@ BACK_OFF_S = 5.0
 
 
 def node_health(node: Document, now_s: float) -> NodeHealth:
-    """A node with what speaks against it."""
+    """Return a node's health with the conditions and notices against it."""
     spec = node.get("spec", {})
     blamed = []
-    young = now_s - _unix_seconds(str(node["metadata"].get("creationTimestamp") or "")) < SETTLE_S
-    for one in conditions_of(node):
-        kind = str(one.get("type"))
-        if one.get("status") == "True" and kind in BAD_CONDITIONS and not (young and kind == "NetworkUnavailable"):
-            said = one_line(str(one.get("message") or one.get("reason") or ""))[:120]
-            blamed.append(said if kind == CONDITION and said else f"{kind}: {said}" if said else kind)
+    is_new = now_s - _unix_seconds(str(node["metadata"].get("creationTimestamp") or "")) < SETTLE_S
+    for condition in conditions_of(node):
+        kind = str(condition.get("type"))
+        if (
+            condition.get("status") == "True"
+            and kind in BAD_CONDITIONS
+            and not (is_new and kind == "NetworkUnavailable")
+        ):
+            message = one_line(str(condition.get("message") or condition.get("reason") or ""))[:120]
+            blamed.append(message if kind == CONDITION and message else f"{kind}: {message}" if message else kind)
     for taint in spec.get("taints") or ():
         if str(taint.get("key")) in NOTICES:
             blamed.append(f"{taint.get('key')} {taint.get('value') or ''}".strip())
-    ready = any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions_of(node))
+    is_ready = any(
+        condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions_of(node)
+    )
     return NodeHealth(
         name=str(node["metadata"]["name"]),
-        is_out=bool(spec.get("unschedulable")) or not ready,
+        is_out=bool(spec.get("unschedulable")) or not is_ready,
         blamed=tuple(blamed),
         reason=str((node["metadata"].get("annotations") or {}).get(REASON) or ""),
     )
 
 
 def check_nodes(client: KubeClient, *, apply: bool, now_s: float) -> tuple[list[NodeHealth], HealthDecision]:
-    """Look at all nodes once; cordon where asked for."""
-    found = [node_health(one, now_s) for one in _list_nodes(client)[0]]
-    return found, _act(client, found, apply=apply)
+    """Check all nodes once, and cordon the bad ones if asked."""
+    health = [node_health(node, now_s) for node in _list_nodes(client)[0]]
+    return health, _act(client, health, apply=apply)
 
 
 def follow_nodes(
@@ -66,12 +72,12 @@ def follow_nodes(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[tuple[list[NodeHealth], HealthDecision]]:
-    """Look once, then at every change that one watch brings; a watch that has expired begins with a new list."""
+    """Check once, then at every change of one watch; a watch that has expired starts again with a new list."""
     while True:
         try:
-            listed, version = _list_nodes(client)
-            nodes: dict[str, Document] = {str(one["metadata"]["name"]): one for one in listed}
-            views = {name: node_health(one, clock()) for name, one in nodes.items()}
+            documents, version = _list_nodes(client)
+            nodes: dict[str, Document] = {str(node["metadata"]["name"]): node for node in documents}
+            views = {name: node_health(node, clock()) for name, node in nodes.items()}
             yield list(views.values()), _act(client, list(views.values()), apply=apply)
             while True:
                 for kind, node in client.watch(NODES, version, timeout_s=WATCH_S):
@@ -83,7 +89,7 @@ def follow_nodes(
                         views.pop(name, None)
                         continue
                     views[name] = node_health(node, clock())
-                    # Heartbeats change a node's status every few minutes, and nothing that we look at.
+                    # Heartbeats change a node's status every few minutes, but nothing that is checked here.
                     if views[name] != before:
                         yield list(views.values()), _act(client, list(views.values()), apply=apply)
         except WatchExpired:
@@ -93,7 +99,8 @@ def follow_nodes(
         except PhalanxError:
             if not apply:
                 raise
-            sleep(BACK_OFF_S)  # the API is away: what the cluster is like, we do not know, and touch nothing
+            # The API does not answer: the cluster's state is unknown, so nothing is changed.
+            sleep(BACK_OFF_S)
 
 
 def _list_nodes(client: KubeClient) -> tuple[list[Document], str]:
@@ -112,7 +119,7 @@ def _act(client: KubeClient, nodes: list[NodeHealth], *, apply: bool) -> HealthD
 
 
 def cordon_node(client: KubeClient, name: str, reason: str) -> None:
-    """No new pods there; those that run stay. `kubectl uncordon` undoes it."""
+    """Cordon a node: it gets no new pods, and running pods stay. `kubectl uncordon` undoes it."""
     change: Mapping[str, object] = {"metadata": {"annotations": {REASON: reason}}, "spec": {"unschedulable": True}}
     try:
         client.patch(f"{NODES}/{name}", dict(change))

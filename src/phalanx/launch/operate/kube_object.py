@@ -1,4 +1,4 @@
-"""Parts that every object of the operator is made of."""
+"""Helpers for the operator's Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.launch.kube.client import Document
 
 
 def made(api: str, kind: str, name: str, *, namespace: str = "", **body: Any) -> Document:
-    """One object, marked as ours."""
+    """Return an object with the label that marks it as managed by Phalanx."""
     metadata: dict[str, Any] = {"name": name, "labels": {"app.kubernetes.io/managed-by": "phalanx"}}
     if namespace:
         metadata["namespace"] = namespace
@@ -16,7 +16,7 @@ def made(api: str, kind: str, name: str, *, namespace: str = "", **body: Any) ->
 
 
 def quantity(value: float) -> str:
-    """A number as Kubernetes writes it back: whole, or in thousandths.
+    """Return a number in Kubernetes' canonical form: whole, or in thousandths.
 
     >>> quantity(256.0), quantity(0.5)
     ('256', '500m')

@@ -1,7 +1,7 @@
-"""`python -m phalanx.launch.operate.node_check WHAT`: one node looks at itself.
+"""`python -m phalanx.launch.operate.node_check WHAT`: checks that a node runs on itself.
 
-`preflight` before a Kubernetes node takes its first job: it passes, and the node's taint goes; or says what is wrong.
-`follow` reads signals every minute and writes a condition of its own node when they change, and only then.
+`preflight` runs before a Kubernetes node takes its first job: it removes the node's taint if it passes, else prints
+the problems. `follow` reads signals every minute, and writes a condition of its own node only when they change.
 `slurm` is Slurm's HealthCheckProgram: it drains its own node with the reason, unless half of a partition is out.
 """
 
@@ -42,7 +42,7 @@ MOST_SAID = 500
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Look at this node, and say what was found."""
+    """Run one of the checks on this node and print the result."""
     parser = argparse.ArgumentParser(prog="phalanx.launch.operate.node_check", allow_abbrev=False)
     parser.add_argument("what", choices=("preflight", "follow", "slurm"))
     parser.add_argument("--node", default=os.environ.get("PHALANX_NODE") or os.environ.get("SLURMD_NODENAME") or "")
@@ -68,35 +68,35 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_signals(args: argparse.Namespace) -> list[NodeSignal]:
-    """Everything but counters, which need two readings."""
-    found = log_signals(_kernel_log(args.log).splitlines()) + maintenance_signals()
+    """Return all signals except those from counters, which need two readings."""
+    signals = log_signals(_kernel_log(args.log).splitlines()) + maintenance_signals()
     table = ask_gpus()
     if table or args.devices:
-        found += gpu_signals(table, expected=args.devices)
-    return found + _disk_signals()
+        signals += gpu_signals(table, expected=args.devices)
+    return signals + _disk_signals()
 
 
 def _kernel_log(path: Path) -> str:
-    """What the kernel has said since it started; a device file is read as far as it goes, a plain one from its end."""
+    """Return the kernel's log since its start: all of a device file, or the end of a plain file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     try:
         if path.is_file():
             os.lseek(handle, max(0, os.fstat(handle).st_size - MOST_LOG_BYTES), os.SEEK_SET)
-        while sum(map(len, parts)) < MOST_LOG_BYTES and (part := os.read(handle, 8192)):
-            parts.append(part)
+        while sum(map(len, chunks)) < MOST_LOG_BYTES and (chunk := os.read(handle, 8192)):
+            chunks.append(chunk)
     except OSError:  # EAGAIN: that was the last line
         pass
     finally:
         os.close(handle)
-    return b"".join(parts).decode(errors="replace")
+    return b"".join(chunks).decode(errors="replace")
 
 
 def _disk_signals() -> list[NodeSignal]:
-    """A disk that cannot be written is of no use to a job."""
+    """Return a signal if the disk cannot be written."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(bytes(LEAST_DISK_BYTES))
@@ -108,24 +108,28 @@ def _disk_signals() -> list[NodeSignal]:
 
 
 def _preflight_node(client: KubeClient, args: argparse.Namespace) -> int:
-    """Pass, and the taint goes; fail, and the pod ends with the reason, is started again and looks again."""
-    found = read_signals(args)
-    if found:
-        print(f"node {args.node} fails its preflight: {'; '.join(one.said for one in found)}", file=sys.stderr)
+    """Remove the taint of a node that passes; else exit with the reason, and the restarted pod checks again."""
+    signals = read_signals(args)
+    if signals:
+        print(
+            f"node {args.node} fails its preflight: {'; '.join(node_signal.said for node_signal in signals)}",
+            file=sys.stderr,
+        )
         return 1
     release_node(client, args.node)
-    print(f"node {args.node} passed its preflight", flush=True)  # before it waits
-    signal.pause()  # until the DaemonSet takes the pod away
+    print(f"node {args.node} passed its preflight", flush=True)  # printed before it waits
+    signal.pause()  # until the DaemonSet removes the pod
     return 0
 
 
 def release_node(client: KubeClient, name: str) -> None:
-    """Remove the preflight's taint and say so on the label; other taints stay."""
+    """Remove the preflight's taint and set the label to "passed"; other taints stay."""
     node = client.get(f"{NODES}/{name}")
     if node is None:
         raise mistake(name, "is no node of this cluster", fix="set PHALANX_NODE to the node's name")
-    taints = [one for one in node.get("spec", {}).get("taints") or () if one.get("key") != PREFLIGHT]
-    version = node["metadata"]["resourceVersion"]  # nobody else's taint is lost: a change in between is a conflict
+    taints = [taint for taint in node.get("spec", {}).get("taints") or () if taint.get("key") != PREFLIGHT]
+    # With the version a concurrent change is a conflict, so that no other program's taint is lost.
+    version = node["metadata"]["resourceVersion"]
     change = {
         "metadata": {"labels": {PREFLIGHT: "passed"}, "resourceVersion": version},
         "spec": {"taints": taints or None},
@@ -142,19 +146,21 @@ def follow_node(
     sys_folder: Path = Path("/host/sys"),
     rounds: int | None = None,
 ) -> int:
-    """Write the condition when what is said changes; between changes the API hears nothing of this node."""
+    """Write the condition when the signals change; between changes no request is sent."""
     last_message: str | None = None
-    before, number = read_counters(sys_folder), 0
+    previous, number = read_counters(sys_folder), 0
     while rounds is None or number < rounds:
-        now = read_counters(sys_folder)
-        said = "; ".join(one.said for one in [*read(), *counter_signals(before, now, EVERY_S)])[:MOST_SAID]
-        before = now
-        if said != last_message:
+        counters = read_counters(sys_folder)
+        message = "; ".join(
+            node_signal.said for node_signal in [*read(), *counter_signals(previous, counters, EVERY_S)]
+        )[:MOST_SAID]
+        previous = counters
+        if message != last_message:
             try:
-                # The kubelet's own conditions stay: a node that loses Ready would lose its pods.
-                change = {"status": {"conditions": [_condition(said)]}}
+                # The kubelet's own conditions stay: a node without Ready would lose its pods.
+                change = {"status": {"conditions": [_condition(message)]}}
                 client.patch(f"{NODES}/{name}/status", change, keep_lists=True)
-                last_message = said
+                last_message = message
             except (KubeRefusal, PhalanxError) as error:
                 print(f"node {name}: {error}; told again in {EVERY_S:g} s", file=sys.stderr, flush=True)
         number += 1
@@ -175,10 +181,10 @@ def _condition(said: str) -> Mapping[str, str]:
 
 
 def _check_slurm_node(args: argparse.Namespace) -> int:
-    found = read_signals(args)
-    if not found:
+    signals = read_signals(args)
+    if not signals:
         return 0
-    print(drain_own_node(args.node, [one.said for one in found], os.environ))
+    print(drain_own_node(args.node, [node_signal.said for node_signal in signals], os.environ))
     return 0
 
 

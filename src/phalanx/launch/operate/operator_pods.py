@@ -1,8 +1,8 @@
-"""What runs on a cluster besides jobs: preflight of new nodes, signals of each node, the health controller, balloons.
+"""The operator's pods: preflight of new nodes, signals of each node, the health controller, balloons.
 
 Nodes join with the taint `phalanx.preflight=pending:NoSchedule` and the label `phalanx.preflight=pending` (kubelet's
---register-with-taints and --node-labels). The preflight takes all devices of such a node; when it passes it removes the
-taint and sets the label to `passed`, so the DaemonSet leaves the node, and its devices are free.
+--register-with-taints and --node-labels). The preflight takes all devices of such a node; when it passes it removes
+the taint and sets the label to `passed`, so that the DaemonSet leaves the node and frees its devices.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ PERSON = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "R
 
 
 def operator_objects(teams: Teams) -> list[Document]:
-    """Accounts with their rights, the DaemonSets, the controller, and balloons."""
-    look = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "patch", "watch"]}
-    tell = {"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]}
-    found = _account(teams, "phalanx-node", [{**look, "verbs": ["get", "patch"]}, tell])
-    found += _account(teams, "phalanx-health", [look])
-    found += [_preflight(teams, flavour) for flavour in teams.flavours]
-    found += [_signals(teams), _health_controller(teams)]
+    """Return accounts with their rights, the DaemonSets, the controller, and balloons."""
+    read_nodes = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "patch", "watch"]}
+    patch_status = {"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]}
+    objects = _account(teams, "phalanx-node", [{**read_nodes, "verbs": ["get", "patch"]}, patch_status])
+    objects += _account(teams, "phalanx-health", [read_nodes])
+    objects += [_preflight(teams, flavour) for flavour in teams.flavours]
+    objects += [_signals(teams), _health_controller(teams)]
     if teams.balloons:
-        said = "holds idle nodes until a job wants them"
-        found.append(made("scheduling.k8s.io/v1", "PriorityClass", "phalanx-balloon", value=-10, description=said))
-        found += [_balloons(teams, flavour) for flavour in teams.flavours]
-    return found
+        description = "holds idle nodes until a job wants them"
+        objects.append(
+            made("scheduling.k8s.io/v1", "PriorityClass", "phalanx-balloon", value=-10, description=description)
+        )
+        objects += [_balloons(teams, flavour) for flavour in teams.flavours]
+    return objects
 
 
 def _account(teams: Teams, name: str, rules: list[Document]) -> list[Document]:
@@ -61,17 +63,20 @@ def _container(teams: Teams, name: str, command: list[str], **more: Any) -> Docu
 def _workload(teams: Teams, kind: str, name: str, pod: Document, **spec: Any) -> Document:
     labels = {"app.kubernetes.io/name": name}
     pod = {"volumes": [{"name": "tmp", "emptyDir": {}}], **pod}
-    pod["volumes"] = [{"name": "tmp", "emptyDir": {}}, *(one for one in pod["volumes"] if one["name"] != "tmp")]
+    pod["volumes"] = [
+        {"name": "tmp", "emptyDir": {}},
+        *(volume for volume in pod["volumes"] if volume["name"] != "tmp"),
+    ]
     template = {"metadata": {"labels": labels}, "spec": pod}
     body = {"selector": {"matchLabels": labels}, "template": template, **spec}
     return made("apps/v1", kind, name, namespace=teams.namespace, spec=body)
 
 
 def _devices(teams: Teams, flavour: NodeFlavour) -> Document:
-    """All devices of a node; on nodes without, nothing is taken."""
+    """Return requests for all devices of a node; for nodes without devices, a request for one CPU."""
     count = flavour.resources.get(teams.device, 0.0)
-    wanted = {teams.device: quantity(count)} if count else {}
-    return {"requests": wanted, "limits": wanted} if wanted else {"requests": {"cpu": "1"}}
+    requested = {teams.device: quantity(count)} if count else {}
+    return {"requests": requested, "limits": requested} if requested else {"requests": {"cpu": "1"}}
 
 
 def _preflight(teams: Teams, flavour: NodeFlavour) -> Document:
@@ -88,7 +93,7 @@ def _preflight(teams: Teams, flavour: NodeFlavour) -> Document:
 
 
 def _signals(teams: Teams) -> Document:
-    """Reads the kernel's log and counters of its node, and writes to the API only when something has changed."""
+    """Return the DaemonSet that reads its node's kernel log and counters, and writes to the API only on changes."""
     log = {"name": "kmsg", "hostPath": {"path": "/dev/kmsg", "type": "CharDevice"}}
     system = {"name": "sys", "hostPath": {"path": "/sys", "type": "Directory"}}
     mounts = [
@@ -96,7 +101,8 @@ def _signals(teams: Teams) -> Document:
         {"name": "kmsg", "mountPath": "/dev/kmsg", "readOnly": True},
         {"name": "sys", "mountPath": "/host/sys", "readOnly": True},
     ]
-    # The kernel's log is for root, and a device file for privileged pods alone; nothing of the node is writable.
+    # The kernel's log is readable only by root, and a device file only by privileged pods; nothing of the node is
+    # writable.
     rights = {"privileged": True, "readOnlyRootFilesystem": True}
     container = _container(
         teams,
@@ -106,7 +112,8 @@ def _signals(teams: Teams) -> Document:
         volumeMounts=mounts,
         securityContext=rights,
     )
-    container["env"].append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})  # to read counters, not to compute
+    # To read counters, not to compute.
+    container["env"].append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
     pod = {
         "serviceAccountName": "phalanx-node",
         "tolerations": EVERYWHERE,
@@ -117,7 +124,7 @@ def _signals(teams: Teams) -> Document:
 
 
 def _health_controller(teams: Teams) -> Document:
-    """One for the whole cluster, one watch."""
+    """Return the health controller, a single pod with one watch for the whole cluster."""
     command = ["phalanx", "cluster", "health", "--on", "k8s", "--apply", "--follow"]
     pod = {
         "serviceAccountName": "phalanx-health",
@@ -128,9 +135,9 @@ def _health_controller(teams: Teams) -> Document:
 
 
 def _balloons(teams: Teams, flavour: NodeFlavour) -> Document:
-    """Pods that hold idle nodes against the autoscaler, the image pulled; the first real job evicts them at once."""
+    """Return pods that keep idle nodes from the autoscaler, with the image pulled, until a job evicts them."""
     name = f"phalanx-balloon-{flavour.name}"
-    apart = {
+    anti_affinity = {
         "labelSelector": {"matchLabels": {"app.kubernetes.io/name": name}},
         "topologyKey": "kubernetes.io/hostname",
     }
@@ -142,14 +149,14 @@ def _balloons(teams: Teams, flavour: NodeFlavour) -> Document:
         "automountServiceAccountToken": False,
         "nodeSelector": dict(flavour.labels),
         "tolerations": [{"key": teams.device, "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [anti_affinity]}},
         "securityContext": PERSON,
         "containers": [container],
     }
     return _workload(teams, "Deployment", name, pod, replicas=teams.balloons)
 
 
-# Name, expression, for how long, what it means. Names of DCGM's exporter, kube-state-metrics, the API server and Kueue.
+# Name, expression, duration, meaning. Metrics of DCGM's exporter, kube-state-metrics, the API server and Kueue.
 ALERTS = (
     ("GpuXidError", "DCGM_FI_DEV_XID_ERRORS > 0", "0m", "a GPU reported an XID error: {{ $labels.Hostname }}"),
     (
@@ -192,10 +199,10 @@ ALERTS = (
 
 
 def prometheus_rules(teams: Teams) -> Document:
-    """Alerts for whoever runs the Prometheus operator."""
+    """Return alerts for clusters with the Prometheus operator."""
     rules = [
-        {"alert": name, "expr": expression, "for": lasts, "annotations": {"summary": said}}
-        for name, expression, lasts, said in ALERTS
+        {"alert": name, "expr": expression, "for": lasts, "annotations": {"summary": summary}}
+        for name, expression, lasts, summary in ALERTS
     ]
     groups = [{"name": "phalanx", "rules": rules}]
     return made(

@@ -1,1 +1,1 @@
-"""Fabrics: which switches and cables join N network ports, what they cost, and what a failure takes away."""
+"""Fabrics: the switches and cables that join N network ports, their cost, and the loss when one fails."""

@@ -1,4 +1,4 @@
-"""Marks of the decisions' picture: axes, frames, curves, words. SVG text without a plotting library."""
+"""The picture of the three decisions: one SVG with three panels, written without a plotting library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from phalanx.network.fabric.failure_budget import GIVE_UP_S
 from phalanx.units import format_count, format_seconds, plural
 
 PANEL_W, PANEL_H, TOP = 320, 270, 160
-LINE_CHARS = 48  # of a finding, 13 px wide words over a panel and its scale
-REMARK_CHARS = 54  # of 12 px under a panel
-LETTER_PX = 7.2  # a letter of 13 px, rather too wide
+# Of a finding, in letters of 13 px over a panel and its scale.
+LINE_CHARS = 48
+# In letters of 12 px under a panel.
+REMARK_CHARS = 54
+LETTER_PX = 7.2  # width of a letter of 13 px, rounded up
 
-# Blue and orange keep apart for the colour-blind, on white and on near-black (contrast over 3:1 with both). Words have
-# a rim in the colour of the page, so that no line runs through them.
+# Colour-blind readers can tell blue from orange, on white and on near-black (contrast over 3:1 with both). Text has
+# an outline in the colour of the page, so that no line runs through it.
 STYLE = """
 .page{fill:#ffffff}.ink{fill:#1b1f24}.soft{fill:#57606a}.line{stroke:#8c959f;stroke-width:1;fill:none}
 .grid{stroke:#d0d7de;stroke-width:1}.a{fill:#0969da}.b{fill:#bc4c00}.al{stroke:#0969da;stroke-width:2.5;fill:none}
@@ -37,7 +39,7 @@ text.small{font-size:12px}.head{font-size:16px;font-weight:600}.title{font-size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """Values to pixels, on a logarithmic scale."""
+    """A logarithmic axis: maps values from `low` to `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -45,20 +47,20 @@ class Axis:
     end: float
 
     def at(self, value: float) -> float:
-        """The pixel of a value; beyond the ends, of the end."""
+        """Return the pixel of a value; values outside the axis are clipped to its ends."""
         inside = min(max(value, self.low), self.high)
         share = math.log(inside / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
     def decades(self, step: int = 1) -> list[float]:
-        """Powers of ten between the ends."""
+        """Return the powers of ten between the ends, every `step`-th of them."""
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
         return [10.0**power for power in range(first, last + 1, step)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heading:
-    """Over a panel: the decision, what comes of it, and what the scale counts."""
+    """The text above a panel: the decision, its result, and the meaning of the vertical scale."""
 
     name: str
     finding: str
@@ -66,20 +68,20 @@ class Heading:
 
 
 def panel_frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: bool = False) -> list[str]:
-    """Heading, horizontal grid with its numbers, and the base line."""
-    parts = [
+    """Draw the heading, the horizontal grid with its numbers, and the base line."""
+    marks = [
         text_line(x0 - 40, TOP - 70, head.name, "ink head"),
         text_line(x0 - 40, TOP - 10, head.scale, "soft small"),
     ]
     lines = textwrap.wrap(head.finding, LINE_CHARS)[:2]
-    parts += [text_line(x0 - 40, TOP - 50 + 17 * number, line, "ink") for number, line in enumerate(lines)]
+    marks += [text_line(x0 - 40, TOP - 50 + 17 * number, line, "ink") for number, line in enumerate(lines)]
     for tick in ticks:
         y = up.at(tick)
         shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
-        parts.append(_level_line("grid", x0, y))
-        parts.append(text_line(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
+        marks.append(_level_line("grid", x0, y))
+        marks.append(text_line(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
     base = TOP + PANEL_H
-    return [*parts, _level_line("line", x0, base)]
+    return [*marks, _level_line("line", x0, base)]
 
 
 def _level_line(kind: str, x0: float, y: float) -> str:
@@ -87,66 +89,69 @@ def _level_line(kind: str, x0: float, y: float) -> str:
 
 
 def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], str]) -> list[str]:
-    """Numbers under the base line."""
+    """Draw numbers under the base line."""
     shown = [_short_number(write(tick)) for tick in ticks]
     pairs = zip(ticks, shown, strict=True)
     return [text_line(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
 
 
 def scale_below(x0: float, text: str) -> str:
-    """What the base line counts."""
+    """Draw the label of the horizontal axis."""
     return text_line(x0 + PANEL_W / 2, TOP + PANEL_H + 38, text, "soft", "middle")
 
 
 def curve_line(kind: str, points: Sequence[tuple[float, float]]) -> str:
-    """A line through points."""
+    """Draw a line through points."""
     return svg_element("polyline", class_=kind, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
 
 
 def colour_key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
-    """Two colours and their names under a panel, and a remark."""
+    """Draw two colours with their names under a panel, and a remark below them."""
     y = TOP + PANEL_H + 62
-    parts = [
+    marks = [
         svg_element("rect", class_="a", x=x0, y=y - 10, width=11, height=11),
         text_line(x0 + 16, y, names[0], "ink"),
         svg_element("rect", class_="b", x=x0 + 160, y=y - 10, width=11, height=11),
         text_line(x0 + 176, y, names[1], "ink"),
     ]
     lines = textwrap.wrap(remark, REMARK_CHARS)[:2]
-    return [*parts, *(text_line(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
+    return [*marks, *(text_line(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
 
 
 def point_labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str]:
-    """A label beside each point, moved up where another is in the way, to the left of it near the right end."""
-    parts: list[str] = []
-    taken: list[tuple[float, float, float]] = []
+    """Draw a label at the right of each point, or at its left near the right end; labels that would overlap move up."""
+    labels: list[str] = []
+    placed: list[tuple[float, float, float]] = []
     for x, y, text in sorted(points, reverse=True):
         width = LETTER_PX * len(text)
-        left = x - width if x + 9 + width > right else x + 9
-        height = y - 20 if left < x else y - 5
-        while any(abs(height - other) < 16 and left < end and left + width > start for start, end, other in taken):
+        label_x = x - width if x + 9 + width > right else x + 9
+        height = y - 20 if label_x < x else y - 5
+        while any(
+            abs(height - y_placed) < 16 and label_x < end and label_x + width > start for start, end, y_placed in placed
+        ):
             height -= 4
-        taken.append((left, left + width, height))
-        parts.append(text_line(left, height, text, "ink"))
-    return parts
+        placed.append((label_x, label_x + width, height))
+        labels.append(text_line(label_x, height, text, "ink"))
+    return labels
 
 
 def _short_number(number: str) -> str:
-    """10.0 as 10, and 0.01 as it is."""
+    """Remove trailing zero decimals: 10.0 becomes 10, and 0.01 stays."""
     return re.sub(r"\.0+(?!\d)", "", number)
 
 
 def text_line(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    """A line of text."""
+    """Draw a line of text."""
     return svg_element("text", escape(text), class_=kind, x=float(x), y=float(y), text_anchor=anchor)
 
 
-# The three decisions as one SVG with three panels, legible on light and dark pages, without a plotting library.
+# The three panels, legible on light and dark pages.
 
 
 WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
-CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
+# "Seconds or even tens of seconds" in a conventional fabric (openai.com/index/mrc-supercomputer-networking).
+CONVERGES_S = (1.0, 60.0)
 SOURCES = (
     "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures of "
     "cables, Alibaba HPN, SIGCOMM'24, of switches, Singh et al., SIGCOMM CCR 51(2) 2021."
@@ -154,7 +159,7 @@ SOURCES = (
 
 
 def decisions_svg(one: Decisions) -> str:
-    """The SVG text."""
+    """Return the picture as SVG text."""
     fabric = one.fabric
     planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
     title = f"{one.gpus:,} GPUs at {one.nic_gbps:g} Gb/s: {planes} of {fabric.tiers} tiers, {fabric.switch.name}"
@@ -162,7 +167,7 @@ def decisions_svg(one: Decisions) -> str:
         f"{fabric.switches:,} switches, {plural(fabric.hops, 'hop')}, {plural(fabric.paths, 'path')}; "
         f"{one.paths} paths per connection; recovery after {format_seconds(one.recovery_s)}"
     )
-    # For a reader who hears the picture.
+    # The description that screen readers use.
     spoken_summary = ". ".join([summary, *decision_findings(one)]) + "."
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
@@ -180,7 +185,7 @@ def decisions_svg(one: Decisions) -> str:
 
 
 def _hosts_panel(one: Decisions) -> list[str]:
-    """Panel 1: bars of the hosts that two and three tiers join, by planes; pale where they are too few."""
+    """Draw panel 1: bars of the hosts that two and three tiers join, by planes; pale where they are too few."""
     x0 = LEFT
     most = max(one.gpus, *(row.most_hosts[1] for row in one.planes))
     least = min(one.gpus, *(row.most_hosts[0] for row in one.planes))
@@ -188,23 +193,23 @@ def _hosts_panel(one: Decisions) -> list[str]:
     axis = Axis(low=low, high=10 ** math.ceil(math.log10(most)), start=TOP + PANEL_H, end=TOP)
     slot = PANEL_W / len(one.planes)
     head = Heading(name="1. Planes and radix", finding=decision_findings(one)[0], scale="hosts at full bisection")
-    parts = panel_frame(x0, head, axis, axis.decades(), count=True)
-    bars = [_two_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
+    marks = panel_frame(x0, head, axis, axis.decades(), count=True)
+    row_bars = [_two_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
-    parts += [mark for marks, _ in bars for mark in marks]
-    parts.append(_level_line("want", x0, height))
-    parts += [number for _, numbers in bars for number in numbers]
+    marks += [bar_mark for bar_marks, _ in row_bars for bar_mark in bar_marks]
+    marks.append(_level_line("want", x0, height))
+    marks += [number for _, numbers in row_bars for number in numbers]
     for index, row in enumerate(one.planes):
         label = f"{row.planes}×{row.radix}"
-        parts.append(text_line(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
-    parts.append(scale_below(x0, "planes × ports of the same box"))
+        marks.append(text_line(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
+    marks.append(scale_below(x0, "planes × ports of the same box"))
     ratios = f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host of {formula_basis(one)}"
     note = f"dashed: {one.gpus:,} GPUs" + (f"; full, {ratios}" if formula_ratios(one) else "")
-    return [*parts, *colour_key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
+    return [*marks, *colour_key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
 
 
 def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
-    """Two bars and their numbers."""
+    """Draw two bars and their numbers: the hosts of two and of three tiers."""
     marks, numbers = [], []
     width = min(0.36 * slot, 40.0)
     middle = left + slot / 2
@@ -218,41 +223,42 @@ def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) 
 
 
 def _draw_loads(one: Decisions) -> list[str]:
-    """Panel 2: busiest link over mean against units per link, for one T0 and for the fabric."""
+    """Draw panel 2: busiest link over mean against units per link, for one T0 and for the fabric."""
     x0, fabric = LEFT + GAP, one.fabric
     across = Axis(low=1, high=PACKETS, start=x0, end=x0 + PANEL_W)
     units = [2.0**power for power in range(13)]
     groups = fabric.planes * fabric.t0
-    alone = [max_to_mean(unit, fabric.t0_up) for unit in units]
-    whole = [max_to_mean(unit, fabric.t0_up, groups=groups) for unit in units]
+    t0_ratios = [max_to_mean(unit, fabric.t0_up) for unit in units]
+    fabric_ratios = [max_to_mean(unit, fabric.t0_up, groups=groups) for unit in units]
     worst = max(row.worst_of_fabric for row in one.loads)
-    up = Axis(low=1, high=max(2.0, worst, *whole) * 1.2, start=TOP + PANEL_H, end=TOP)
+    up = Axis(low=1, high=max(2.0, worst, *fabric_ratios) * 1.2, start=TOP + PANEL_H, end=TOP)
     ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 8, 12, 20) if tick <= up.high]
     head = Heading(
         name="2. Packets instead of flows",
         finding=decision_findings(one)[1],
         scale="busiest link over the mean (1 is even)",
     )
-    parts = panel_frame(x0, head, up, ticks)
-    parts += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
-    parts.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(units, alone, strict=True)]))
-    parts.append(curve_line("bl", [(across.at(x), up.at(y)) for x, y in zip(units, whole, strict=True)]))
+    marks = panel_frame(x0, head, up, ticks)
+    marks += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
+    marks.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(units, t0_ratios, strict=True)]))
+    marks.append(curve_line("bl", [(across.at(x), up.at(y)) for x, y in zip(units, fabric_ratios, strict=True)]))
     points = []
     for row, short in zip(one.loads, ("1 flow", "16 QPs", f"{one.paths} paths", "packets"), strict=True):
         x, y = across.at(row.units_per_link), up.at(row.worst_of_fabric)
-        parts.append(svg_element("circle", class_="b", cx=x, cy=y, r=4.5))
+        marks.append(svg_element("circle", class_="b", cx=x, cy=y, r=4.5))
         points.append((x, y, f"{short} {row.worst_of_fabric:.2f}"))
-    parts += point_labels(points, right=x0 + PANEL_W)
-    parts.append(scale_below(x0, "random units per uplink"))
+    marks += point_labels(points, right=x0 + PANEL_W)
+    marks.append(scale_below(x0, "random units per uplink"))
     note = "skipping marked paths removes what is above 1"
-    return [*parts, *colour_key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
+    return [*marks, *colour_key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
 
 
 def _lost_panel(one: Decisions) -> list[str]:
-    """Panel 3: GPU-hours lost per day against the time to recover."""
+    """Draw panel 3: GPU-hours lost per day against the time to recover."""
     x0, fabric = LEFT + 2 * GAP, one.fabric
     restart_s = one.budget.restart[0].seconds_per_event
-    edge = (GIVE_UP_S, GIVE_UP_S * 1.001)  # a step, not a slope
+    # Two points a thousandth apart draw the restart as a step, not a slope.
+    edge = (GIVE_UP_S, GIVE_UP_S * 1.001)
     times = sorted([*(10.0 ** (power / 4) for power in range(-20, 9)), *edge])
     rows = [recovery_row(fabric, time_s, restart_s) for time_s in times]
     hours = [max(row.lost_gpu_hours_per_day, 1e-9) for row in rows]
@@ -264,19 +270,19 @@ def _lost_panel(one: Decisions) -> list[str]:
     head = Heading(name="3. Recovery at the edge", finding=decision_findings(one)[2], scale="GPU-hours lost per day")
     first, last = (across.at(bound) for bound in CONVERGES_S)
     band = svg_element("rect", class_="band", x=first, y=TOP, width=last - first, height=PANEL_H)
-    parts = [band, *panel_frame(x0, head, up, up.decades(), count=True)]
-    parts += ticks_below(across, across.decades(2), format_seconds)
-    parts.append(curve_line("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
-    parts.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
-    parts.append(text_line(last - 4, TOP + 16, "routing converges", "soft small", "end"))
-    parts += _chosen_point(one, across, up)
-    parts.append(scale_below(x0, "time from failure to bypass"))
+    marks = [band, *panel_frame(x0, head, up, up.decades(), count=True)]
+    marks += ticks_below(across, across.decades(2), format_seconds)
+    marks.append(curve_line("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
+    marks.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
+    marks.append(text_line(last - 4, TOP + 16, "routing converges", "soft small", "end"))
+    marks += _chosen_point(one, across, up)
+    marks.append(scale_below(x0, "time from failure to bypass"))
     note = f"a step is late in {one.late[1].step:.0%} of cases if 1 transfer in 10⁶ is"
-    return [*parts, *colour_key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
+    return [*marks, *colour_key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
 
 
 def _chosen_point(one: Decisions, across: Axis, up: Axis) -> list[str]:
-    """The point of the chosen recovery time."""
+    """Draw the point of the chosen recovery time."""
     hours = recovery_row(one.fabric, one.recovery_s, one.budget.restart[0].seconds_per_event).lost_gpu_hours_per_day
     x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))
     anchor = "end" if x > across.start + 0.6 * PANEL_W else "start"

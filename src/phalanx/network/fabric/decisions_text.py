@@ -1,4 +1,4 @@
-"""The three decisions as a person reads them."""
+"""The three decisions about a fabric as text: tables of planes, loads and recovery times."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from phalanx.units import format_seconds
 
 
 def show_decisions(one: Decisions, *, width: int | None = None) -> str:
-    """What they come to, then the three decisions, one after the other."""
-    said = "\n".join(f"{number}. {words}" for number, words in enumerate(decision_findings(one), 1))
+    """Format the findings, then the tables of the three decisions."""
+    findings = "\n".join(f"{number}. {words}" for number, words in enumerate(decision_findings(one), 1))
     return fold_lines(
-        "\n\n".join([said, _planes_text(one, width), _loads_text(one, width), _latency_text(one, width)]), width
+        "\n\n".join([findings, _planes_text(one, width), _loads_text(one, width), _latency_text(one, width)]), width
     )
 
 
 def _planes_text(one: Decisions, width: int | None) -> str:
+    """Format the table of planes and radix, and the ratios to the conventional three tiers."""
     head = (
         "planes", "switch", "uplinks", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
         "optics per host", "near", "NIC link", "T0-T1",
@@ -46,7 +47,7 @@ def _planes_text(one: Decisions, width: int | None) -> str:
 
 
 def _plane_row(row: PlaneRow, name: str) -> tuple[str, ...]:
-    known = bool(row.tiers)
+    reachable = bool(row.tiers)
     return (
         name,
         row.switch,
@@ -55,9 +56,9 @@ def _plane_row(row: PlaneRow, name: str) -> tuple[str, ...]:
         str(row.tiers or "-"),
         str(row.hops or "-"),
         format_whole(row.switches),
-        f"{row.switches_per_host:.6f}" if known else "-",
+        f"{row.switches_per_host:.6f}" if reachable else "-",
         f"{row.full_switches_per_host:.6f}" if row.oversubscription == 1 else "-",
-        f"{row.optics_per_host:.3g}" if known else "-",
+        f"{row.optics_per_host:.3g}" if reachable else "-",
         f"{row.hosts_one_switch_away:,}",
         format_percent(row.lost_per_nic_link),
         format_percent(row.lost_per_t0_t1_link),
@@ -65,6 +66,7 @@ def _plane_row(row: PlaneRow, name: str) -> tuple[str, ...]:
 
 
 def _loads_text(one: Decisions, width: int | None) -> str:
+    """Format the table of uplink loads."""
     head = (
         "each unit takes a random uplink",
         "units per link",
@@ -92,6 +94,7 @@ def _loads_text(one: Decisions, width: int | None) -> str:
 
 
 def _latency_text(one: Decisions, width: int | None) -> str:
+    """Format the table of recovery times, and the failure budget."""
     late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {format_percent(row.step)}" for row in one.late)
     head = ("recovery after", "s per failure", "cluster lost", "GPU-hours a day", "to flaps, at most")
     rows = [
@@ -126,7 +129,7 @@ def _latency_text(one: Decisions, width: int | None) -> str:
 
 
 def _infiniband_limits(fabric: Fabric) -> list[str]:
-    """What the table's times cannot be on InfiniBand."""
+    """Return the remark that the table's recovery times cannot be reached on InfiniBand; empty for other fabrics."""
     if can_spray(fabric):
         return []
     return [

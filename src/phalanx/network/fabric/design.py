@@ -1,4 +1,7 @@
-"""Every fabric of the catalogue that joins N GPUs: planes x tiers x oversubscription x rails, counted and compared."""
+"""Design a fabric for N GPUs: every fabric of the switch catalogue that joins them, counted and compared.
+
+The search covers planes, tiers, oversubscription and rails. Designs are written as TOML and CSV.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ from phalanx.network.fabric.switch_catalogue import find_switches, known_switche
 from phalanx.units import plural
 
 WHERE = "phalanx fabric design"
-RATIOS = (1.0, 2.0, 4.0)  # full bisection, and what storage and inference networks use
-RAILS = (1, 8)  # none, and one per GPU of a common server
+RATIOS = (1.0, 2.0, 4.0)  # full bisection, and the ratios of storage and inference networks
+RAILS = (1, 8)  # no rails, and one per GPU of a common server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignRequest:
-    """What is asked for; None leaves the choice open."""
+    """The requirements of a fabric; None leaves a choice open."""
 
     gpus: int
     nic_gbps: float
@@ -41,12 +44,12 @@ class DesignRequest:
     planes: int | None = None
     oversubscription: float | None = None
     rails: int | None = None
-    catalogue: tuple[Switch, ...] = ()  # in place of the shipped one
+    catalogue: tuple[Switch, ...] = ()  # used instead of the shipped one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Design:
-    """One fabric with its parts, its weak points and its failures per day."""
+    """One fabric with its bill of parts, its bandwidth losses and its failures per day."""
 
     fabric: Fabric
     bill: FabricBill
@@ -54,30 +57,34 @@ class Design:
     cable_failures_per_day: float  # at Alibaba HPN's rate
     switch_failures_per_day: float  # Singh et al., first three months
     interruptions_per_day: float  # at Llama 3's rate per GPU
-    pareto: bool  # no other is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one
+    # No other design is at least as good in cost, hops, power, oversubscription and NIC-link loss, and better in
+    # one.
+    pareto: bool
 
     @property
     def usd_middle(self) -> float:
-        """Between the low and the high price; infinite where the box has none."""
+        """The middle of the low and the high price in dollars; infinite where the box has no price."""
         return sum(self.bill.usd) / 2 if self.bill.usd else float("inf")
 
 
 def design_fabrics(request: DesignRequest) -> tuple[Design, ...]:
-    """All that fit, full bisection first, then by cost, hops and what a NIC link's failure takes; never empty.
+    """Return all designs that meet the request, sorted by oversubscription, cost, hops and NIC-link loss; never empty.
 
-    A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
-    are more of everything. Raises UserError with the nearest workable choices where nothing fits.
+    Each configuration is built with the fewest tiers that reach the hosts, unless the request sets the tiers: with
+    the same boxes, more tiers need more of every part. Raises UserError with the nearest workable choices where
+    nothing fits.
     """
     _check_request(request)
-    found = [_make_design(fabric) for fabric in _fitting_fabrics(request)]
-    if not found:
+    designs = [_make_design(fabric) for fabric in _fitting_fabrics(request)]
+    if not designs:
         raise _nothing_reaches(request)
-    best = _on_front(found)
-    marked = [replace(one, pareto=flag) for one, flag in zip(found, best, strict=True)]
+    best = _on_front(designs)
+    marked = [replace(design, pareto=flag) for design, flag in zip(designs, best, strict=True)]
     return tuple(sorted(marked, key=_design_order))
 
 
 def _check_request(request: DesignRequest) -> None:
+    """Raise UserError for a request that no switch can meet."""
     ratio = 1.0 if request.oversubscription is None else request.oversubscription
     tiers = 2 if request.tiers is None else request.tiers
     planes = 1 if request.planes is None else request.planes
@@ -96,24 +103,29 @@ def _allowed_switches(request: DesignRequest) -> tuple[Switch, ...]:
 
 
 def _port_configurations(request: DesignRequest) -> list[tuple[Switch, int]]:
-    """Switches whose ports split the NIC into whole planes, with the planes."""
-    boxes = _allowed_switches(request)
-    split = [(one, request.nic_gbps / one.port_gbps) for one in boxes]
-    whole = [(one, int(planes)) for one, planes in split if 1 <= planes <= MOST_PLANES and planes == int(planes)]
-    return [(one, planes) for one, planes in whole if request.planes in (None, planes)]
+    """Return the switches whose ports split the NIC into whole planes, with the number of planes."""
+    switches = _allowed_switches(request)
+    split = [(switch, request.nic_gbps / switch.port_gbps) for switch in switches]
+    whole_splits = [
+        (switch, int(planes)) for switch, planes in split if 1 <= planes <= MOST_PLANES and planes == int(planes)
+    ]
+    return [(switch, planes) for switch, planes in whole_splits if request.planes in (None, planes)]
 
 
 def _fitting_fabrics(request: DesignRequest) -> Iterator[Fabric]:
-    """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
-    return (one for one in _clos_fabrics(request) if not needs_routers(one))
+    """Yield the fabrics that fit, without those whose planes exceed the addresses of an InfiniBand subnet."""
+    return (fabric for fabric in _clos_fabrics(request) if not needs_routers(fabric))
 
 
 def _clos_fabrics(request: DesignRequest) -> Iterator[Fabric]:
+    """Yield the smallest fabric of every combination of switch, planes, oversubscription and rails."""
     ratios = RATIOS if request.oversubscription is None else (request.oversubscription,)
     for switch, planes in _port_configurations(request):
         for ratio in ratios:
             for rails in (
-                (request.rails,) if request.rails is not None else [one for one in RAILS if request.gpus % one == 0]
+                (request.rails,)
+                if request.rails is not None
+                else [count for count in RAILS if request.gpus % count == 0]
             ):
                 fabric = _smallest_fabric(
                     request, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
@@ -123,7 +135,10 @@ def _clos_fabrics(request: DesignRequest) -> Iterator[Fabric]:
 
 
 def _smallest_fabric(request: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
-    """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
+    """Return the fabric with the fewest tiers that join the GPUs.
+
+    None where no number of tiers does, or where one switch per plane makes rails or oversubscription pointless.
+    """
     tiers = range(1, MOST_TIERS + 1) if request.tiers is None else (request.tiers,)
     for count in tiers:
         if most_hosts(switch.radix, replace(shape, tiers=count)) >= request.gpus:
@@ -134,12 +149,12 @@ def _smallest_fabric(request: DesignRequest, switch: Switch, shape: ClosShape) -
 
 
 def _make_design(fabric: Fabric) -> Design:
-    parts = fabric_bill(fabric)
+    bill = fabric_bill(fabric)
     return Design(
         fabric=fabric,
-        bill=parts,
+        bill=bill,
         loss=failure_loss(fabric),
-        cable_failures_per_day=parts.cables * CABLE_PER_DAY,
+        cable_failures_per_day=bill.cables * CABLE_PER_DAY,
         switch_failures_per_day=fabric.switches * SWITCH_PER_DAY,
         interruptions_per_day=interruptions_per_day(fabric),
         pareto=False,
@@ -154,7 +169,7 @@ def _design_order(one: Design) -> tuple[float, float, int, float, bool, str, int
 
 
 def nominal_ratio(fabric: Fabric) -> float:
-    """The oversubscription that was asked for: 42 ports down and 22 up are meant as 2:1."""
+    """Return the nominal oversubscription, a multiple of 0.5: 42 ports down and 22 up count as 2:1."""
     return round(2 * fabric.oversubscription) / 2
 
 
@@ -164,36 +179,44 @@ def _design_goals(one: Design) -> tuple[float, ...]:
 
 
 def _on_front(found: Sequence[Design]) -> list[bool]:
-    goals = [_design_goals(one) for one in found]
-    kinds = sorted(set(goals))
-    best = {
-        mine
-        for mine in kinds
+    """Return for each design whether it is on the Pareto front of _design_goals."""
+    goals = [_design_goals(design) for design in found]
+    distinct = sorted(set(goals))
+    front = {
+        candidate
+        for candidate in distinct
         if not any(
-            other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True)) for other in kinds
+            rival != candidate and all(rival_goal <= goal for rival_goal, goal in zip(rival, candidate, strict=True))
+            for rival in distinct
         )
     }
-    return [one in best for one in goals]
+    return [design_goals in front for design_goals in goals]
 
 
 def _no_speed(request: DesignRequest) -> UserError:
-    boxes = _allowed_switches(request)
-    name = "the catalogue" if request.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
-    speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
+    """Return the error for a NIC speed or number of planes that no allowed switch supports."""
+    switches = _allowed_switches(request)
+    name = (
+        "the catalogue" if request.switch is None else switches[0].box if switches[0].box != "any" else switches[0].name
+    )
+    speeds = ", ".join(f"{speed:g}" for speed in sorted({switch.port_gbps for switch in switches}))
     planes = sorted({count for _, count in _port_configurations(replace(request, planes=None))})
     if request.planes is not None and planes:
         port_gbps = request.nic_gbps / request.planes
-        what = f"{request.planes} planes make ports of {port_gbps:g} Gb/s of a {request.nic_gbps:g} Gb/s NIC"
+        problem = f"{request.planes} planes make ports of {port_gbps:g} Gb/s of a {request.nic_gbps:g} Gb/s NIC"
         fix = f"use {' or '.join(map(str, planes))} planes"
     else:
-        what = f"a NIC of {request.nic_gbps:g} Gb/s is not a whole number of ports of {name}"
-        near = min((one.port_gbps for one in boxes), key=lambda speed: abs(speed - request.nic_gbps))
+        problem = f"a NIC of {request.nic_gbps:g} Gb/s is not a whole number of ports of {name}"
+        near = min((switch.port_gbps for switch in switches), key=lambda speed: abs(speed - request.nic_gbps))
         fix = f"use --nic-gbps {near:g}, or another --switch"
-    return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
+    return mistake(WHERE, problem, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
 
 
 def _nothing_reaches(request: DesignRequest) -> UserError:
-    """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
+    """Return the error for a request that no design meets.
+
+    It names the hosts that the largest allowed configuration joins, and the nearest workable choices.
+    """
     near = " or ".join(_nearest_requests(request))
     crowded = min(_clos_fabrics(request), key=plane_addresses, default=None)
     if crowded is not None:
@@ -205,7 +228,7 @@ def _nothing_reaches(request: DesignRequest) -> UserError:
         for order, (switch, planes) in enumerate(_port_configurations(request))
         for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=request.rails or 1)]
     ]
-    _, _, switch, shape = max(reach, key=lambda one: one[:2])
+    _, _, switch, shape = max(reach, key=lambda entry: entry[:2])
     fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
     return too_many(request.gpus, switch, shape, where=WHERE, fix=fix)
 
@@ -220,18 +243,22 @@ def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
 
 
 def _nearest_requests(request: DesignRequest) -> Iterator[str]:
-    """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
+    """Yield the options that work if one demand is dropped: tiers, planes, switch, then oversubscription."""
     relaxed = {
         "tiers": replace(request, tiers=None),
         "planes": replace(request, planes=None),
         "switch": replace(request, switch=None),
         "oversubscription": replace(request, oversubscription=None),
     }
-    for name, other in relaxed.items():
-        found = sorted(map(_make_design, _fitting_fabrics(other)), key=_design_order) if other != request else []
-        if not found:
+    for name, relaxed_request in relaxed.items():
+        designs = (
+            sorted(map(_make_design, _fitting_fabrics(relaxed_request)), key=_design_order)
+            if relaxed_request != request
+            else []
+        )
+        if not designs:
             continue
-        fabric = found[0].fabric
+        fabric = designs[0].fabric
         if name == "tiers":
             yield f"--tiers {fabric.tiers} ({fabric.switch.name})"
         elif name == "planes":
@@ -243,16 +270,16 @@ def _nearest_requests(request: DesignRequest) -> Iterator[str]:
             yield f"--oversubscription {fabric.oversubscription:g}"
 
 
-# A design as a file: TOML that `fabric show`, `fabric simulate` and `sim --fabric` read, and all designs as CSV.
+# Designs as files: TOML that `fabric show`, `fabric simulate` and `sim --fabric` read, and a CSV of all designs.
 
 
 def fabric_toml(fabric: Fabric) -> str:
-    """The file that parse_fabric reads back as the same fabric, but for its name."""
+    """Return the TOML text from which parse_fabric builds the same fabric, except for its name."""
     switch = fabric.switch
     shipped = switch in known_switches()
-    # As it was asked for, where that splits a T0's ports in the same way.
-    asked = nominal_ratio(fabric)
-    same = split_t0(fabric.switch.radix, fabric.tiers, asked) == (fabric.t0_down, fabric.t0_up)
+    # Write the nominal ratio where it splits a T0's ports in the same way.
+    nominal = nominal_ratio(fabric)
+    same = split_t0(fabric.switch.radix, fabric.tiers, nominal) == (fabric.t0_down, fabric.t0_up)
     values: dict[str, object] = {
         "hosts": fabric.hosts,
         "nic_gbps": fabric.nic_gbps,
@@ -262,7 +289,7 @@ def fabric_toml(fabric: Fabric) -> str:
         **({"watts": switch.watts} if switch.watts and not shipped else {}),
         **({"usd": list(switch.usd)} if switch.usd and not shipped else {}),
         **({"kind": switch.kind} if switch.kind != KINDS[0] and not shipped else {}),
-        "oversubscription": asked if same else fabric.oversubscription,
+        "oversubscription": nominal if same else fabric.oversubscription,
         "rails": fabric.rails,
     }
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
@@ -270,9 +297,9 @@ def fabric_toml(fabric: Fabric) -> str:
 
 
 def designs_csv(found: Sequence[Design]) -> str:
-    """One line per design, units in the names, in the order of the table."""
+    """Format one CSV line per design, with units in the column names, in the order of the table."""
     out = io.StringIO()
-    rows = [_design_row(one) for one in found]
+    rows = [_design_row(design) for design in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -280,8 +307,8 @@ def designs_csv(found: Sequence[Design]) -> str:
 
 
 def _design_row(one: Design) -> dict[str, object]:
-    fabric, parts, lost = one.fabric, one.bill, one.loss
-    low, high = parts.usd or ("", "")
+    fabric, bill, lost = one.fabric, one.bill, one.loss
+    low, high = bill.usd or ("", "")
     return {
         "fabric": fabric.name,
         "switch": fabric.switch.name,
@@ -291,8 +318,8 @@ def _design_row(one: Design) -> dict[str, object]:
         "rails": fabric.rails,
         **{f"t{tier}": fabric.planes * n for tier, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3))},
         "switches": fabric.switches,
-        "cables": parts.cables,
-        "optics_800g": parts.optics_800g,
+        "cables": bill.cables,
+        "optics_800g": bill.optics_800g,
         "hops": fabric.hops,
         "paths": fabric.paths,
         "hosts_one_switch_away": fabric.hosts_per_t0,
@@ -301,7 +328,7 @@ def _design_row(one: Design) -> dict[str, object]:
         "lost_t0": lost.t0,
         "lost_t1": lost.t1,
         "lost_t2": "" if lost.t2 is None else lost.t2,
-        "watts": "" if parts.watts is None else parts.watts,
+        "watts": "" if bill.watts is None else bill.watts,
         "usd_low": low,
         "usd_high": high,
         "cable_failures_per_day": one.cable_failures_per_day,

@@ -1,8 +1,8 @@
-"""Which of the designs to take, and why: what each costs to buy, to power, and in GPU-hours over its life.
+"""The choice among designs by lifetime cost: purchase, electricity, and GPU-hours lost to failures.
 
-The pick is the design whose sum of the three is smallest. Without a job only full bisection is considered, since
-nobody knows what slower uplinks would cost; with the seconds of a step on each design, slower steps are GPU-hours too.
-Prices are inputs. The defaults are assumptions, and the text says which were used.
+The pick is the design with the smallest sum of the three. Without a job only full bisection is considered, since the
+cost of slower uplinks depends on the job. With the step seconds of a job on each design, the GPU-hours of slower
+steps are added. Prices are inputs; the defaults are assumptions, and the text lists those in use.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from phalanx.network.fabric.failure_budget import (
 )
 from phalanx.units import DAY_S, HOUR_S, format_money, format_seconds, plural
 
-# Assumptions. A GPU-hour: the middle of the offers for an H100 in hardware/data/price_power.csv. Electricity:
-# about what US industry pays. Four years: how long such a cluster is written off.
+# Assumptions. A GPU-hour: the middle of the offers for an H100 in hardware/data/price_power.csv. Electricity: about
+# the price that US industry pays. Four years: the write-off period of such a cluster.
 GPU_HOUR_USD, KWH_USD, LIFE_YEARS = 3.25, 0.08, 4.0
 YEAR_DAYS = 365.25
-OTHER_KIND = {ETHERNET: "best on InfiniBand", INFINIBAND: "best on Ethernet"}  # by the kind of the pick: a role
-MOST_USD = 1e6  # for a GPU-hour or a kWh: a slip of the pen
+# Role of the best design of the other kind, by the kind of the pick.
+OTHER_KIND = {ETHERNET: "best on InfiniBand", INFINIBAND: "best on Ethernet"}
+MOST_USD = 1e6  # for a GPU-hour or a kWh; more is taken for a typing error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """What an hour of a GPU and a kWh cost, and for how long."""
+    """Prices of a GPU-hour and a kWh, the years of use, and the assumptions about failures."""
 
     gpu_hour_usd: float = GPU_HOUR_USD
     kwh_usd: float = KWH_USD
@@ -54,27 +55,29 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Economics:
-    """One design in dollars: the middle of its price range, power without cooling, and GPU-hours lost."""
+    """The costs of one design in dollars: the middle of its price range, power without cooling, and GPU-hours lost."""
 
     usd: float
     usd_per_gpu: float
     power_usd_per_year: float
-    lost_gpu_hours_per_day: float  # to network failures, bypassed; a NIC of one plane restarts the job
+    # Lost to network failures that are bypassed; a NIC of one plane restarts the job.
+    lost_gpu_hours_per_day: float
     lost_usd_per_day: float
     whole_gpu_hours_per_day: float  # the same if a failed cable takes all planes of its NIC
     whole_usd_per_day: float
-    conventional_gpu_hours_per_day: float  # the same failures where switches route around and a NIC link restarts
+    # The same failures where switches route around and a NIC link restarts.
+    conventional_gpu_hours_per_day: float
     conventional_usd_per_day: float
     restart_gpu_hours_per_day: float  # at Llama 3's rate of interruptions instead, each a restart
     restart_usd_per_day: float
-    step_s: float | None  # of the job on it
-    slower_usd_per_day: float  # GPU-hours of steps that are slower than on the quickest design
-    total_usd: float  # all of it, over the years
+    step_s: float | None  # of the job on this design
+    slower_usd_per_day: float  # GPU-hours of steps that are slower than on the fastest design
+    total_usd: float  # purchase, power and lost GPU-hours over the years
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A design with the part it plays in the choice."""
+    """A design with its role in the comparison, such as "pick" or "least power"."""
 
     role: str
     design: Design
@@ -83,7 +86,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignVerdict:
-    """The pick first, then what it is weighed against."""
+    """The chosen design and the options it is compared with."""
 
     prices: Prices
     options: tuple[Option, ...]
@@ -92,19 +95,19 @@ class DesignVerdict:
 
     @property
     def pick(self) -> Option:
-        """What to take."""
+        """The recommended option."""
         return self.options[0]
 
     def role(self, name: str) -> Option | None:
-        """The option of that role, where there is one."""
-        return next((one for one in self.options if one.role == name), None)
+        """Return the option with the role `name`, or None."""
+        return next((option for option in self.options if option.role == name), None)
 
 
 _Priced = tuple[Design, Economics]
 
 
 def check_prices(prices: Prices, *, where: str) -> None:
-    """Refuse what is no price; raises UserError."""
+    """Raise UserError if a price, the years or the recovery time is out of range."""
     for option, value, most in (
         ("--gpu-hour-usd", prices.gpu_hour_usd, MOST_USD),
         ("--kwh-usd", prices.kwh_usd, MOST_USD),
@@ -115,36 +118,36 @@ def check_prices(prices: Prices, *, where: str) -> None:
                 where, f"{option} {value:g} is out of range", fix=f"use a number above 0, at most {most:,.0f}"
             )
     if not 0 <= prices.recovery_s <= MAX_SECONDS:
-        what = f"--recovery-s {prices.recovery_s:g} is out of range"
-        raise mistake(where, what, fix=f"use seconds from 0 to {MAX_SECONDS:g}")
+        problem = f"--recovery-s {prices.recovery_s:g} is out of range"
+        raise mistake(where, problem, fix=f"use seconds from 0 to {MAX_SECONDS:g}")
 
 
 def choose_design(
     found: Sequence[Design], prices: Prices | None = None, *, steps_s: Mapping[Fabric, float] | None = None
 ) -> DesignVerdict | None:
-    """The choice among designs that have a price; None where none has.
+    """Return the choice among the designs that have a price; None where none has.
 
-    `steps_s`: seconds of the job's step on some of the designs; the others are then left out.
+    `steps_s` maps fabrics to the seconds of the job's step on them. If given, designs without an entry are left out.
     """
     prices = prices or Prices()
-    known = [one for one in found if one.bill.usd is not None and one.bill.watts is not None]
+    candidates = [design for design in found if design.bill.usd is not None and design.bill.watts is not None]
     if steps_s:
-        known = [one for one in known if one.fabric in steps_s]
-    priced = [(one, _make_economics(one, prices, steps_s or {})) for one in known]
-    full = priced if steps_s else [one for one in priced if nominal_ratio(one[0].fabric) == 1] or priced
+        candidates = [design for design in candidates if design.fabric in steps_s]
+    priced = [(design, _make_economics(design, prices, steps_s or {})) for design in candidates]
+    full = priced if steps_s else [entry for entry in priced if nominal_ratio(entry[0].fabric) == 1] or priced
     if not full:
         return None
     roles = _role_choices(full, priced, steps_s)
     options: list[Option] = []
     for name, choice in roles:
-        if choice is not None and all(choice[0] is not one.design for one in options):
+        if choice is not None and all(choice[0] is not option.design for option in options):
             options.append(Option(role=name, design=choice[0], economics=choice[1]))
     low, high = (_at_end(full, end) for end in (0, 1))
     return DesignVerdict(prices=prices, options=tuple(options), at_low=low, at_high=high)
 
 
 def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
-    """The pick at the low (0) or the high (1) end of all prices."""
+    """Return the pick when every price is at the low (0) or the high (1) end of its range."""
 
     def total(one: _Priced) -> float:
         return one[1].total_usd - one[1].usd + (one[0].bill.usd or (math.inf, math.inf))[end]
@@ -155,26 +158,27 @@ def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
 def _role_choices(
     full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
 ) -> list[tuple[str, _Priced | None]]:
+    """Return the best design of each role by total cost; None for roles without a candidate."""
     pick = _least_of(full, _total_usd)
     assert pick is not None
     box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
 
     def of(ratio: float) -> _Priced | None:
-        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total_usd)
+        return _least_of([entry for entry in priced if nominal_ratio(entry[0].fabric) == ratio], _total_usd)
 
-    # The first role of a design is the one it is told by.
-    quickest = _least_of(full, lambda one: one[1].step_s or math.inf) if steps_s else None
+    # A design that has several roles is listed under the first.
+    quickest = _least_of(full, lambda entry: entry[1].step_s or math.inf) if steps_s else None
     return [
         ("pick", pick),
         ("quickest step", quickest),
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
-        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total_usd)),
-        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total_usd)),
-        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total_usd)),
-        ("least to buy", _least_of(full, lambda one: one[1].usd)),
-        ("least power", _least_of(full, lambda one: one[1].power_usd_per_year)),
+        (OTHER_KIND[kind], _least_of([entry for entry in full if entry[0].fabric.switch.kind != kind], _total_usd)),
+        ("best of another box", _least_of([entry for entry in full if entry[0].fabric.switch.box != box], _total_usd)),
+        ("one plane", _least_of([entry for entry in full if entry[0].fabric.planes == 1], _total_usd)),
+        ("least to buy", _least_of(full, lambda entry: entry[1].usd)),
+        ("least power", _least_of(full, lambda entry: entry[1].power_usd_per_year)),
     ]
 
 
@@ -183,14 +187,16 @@ def _total_usd(one: _Priced) -> float:
 
 
 def _least_of(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Priced | None:
-    return min(choices, key=key, default=None)  # the first of equals: designs() has them in order
+    # Of equal designs the first: design_fabrics() returns them sorted.
+    return min(choices, key=key, default=None)
 
 
 def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
+    """Compute the costs of one design: purchase, power, failures under each assumption, and slower steps."""
     fabric = one.fabric
     answer = FailureAnswer(recovery_s=prices.recovery_s, waits=prices.waits)
     lost = bypass_cost(fabric, answer).lost_gpu_hours_per_day
-    whole = bypass_cost(fabric, replace(answer, cable="whole")).lost_gpu_hours_per_day
+    whole_cable = bypass_cost(fabric, replace(answer, cable="whole")).lost_gpu_hours_per_day
     usual = bypass_cost(fabric, replace(answer, recovery_s=CONVERGE_S, edge=False)).lost_gpu_hours_per_day
     restart = cost_of(fabric, RESTART_S[0]).lost_gpu_hours_per_day
     power = (one.bill.watts or 0.0) / 1e3 * YEAR_DAYS * DAY_S / HOUR_S * prices.kwh_usd
@@ -204,8 +210,8 @@ def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]
         power_usd_per_year=power,
         lost_gpu_hours_per_day=lost,
         lost_usd_per_day=lost * prices.gpu_hour_usd,
-        whole_gpu_hours_per_day=whole,
-        whole_usd_per_day=whole * prices.gpu_hour_usd,
+        whole_gpu_hours_per_day=whole_cable,
+        whole_usd_per_day=whole_cable * prices.gpu_hour_usd,
         conventional_gpu_hours_per_day=usual,
         conventional_usd_per_day=usual * prices.gpu_hour_usd,
         restart_gpu_hours_per_day=restart,
@@ -234,7 +240,7 @@ _HEAD = (
 
 
 def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
-    """What to take and why, then the options side by side."""
+    """Format the recommendation with its reasons, then a table of the options."""
     prices = one.prices
     notes = (
         f"to buy: the middle of the range. lost: network failures bypassed after {format_seconds(prices.recovery_s)}, "
@@ -247,12 +253,12 @@ def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
     job = one.pick.economics.step_s is not None
     head = (*_HEAD, *(("step", "slower, a day") if job else ()), f"all, {prices.years:g} years")
     rows = [_option_row(option, job=job) for option in one.options]
-    said = wrap_paragraph(" ".join(_verdict_sentences(one)), width)
-    return "\n".join([*said, "", folded_table([head, *rows], left=2, width=width), *wrap_paragraph(notes, width)])
+    sentences = wrap_paragraph(" ".join(_verdict_sentences(one)), width)
+    return "\n".join([*sentences, "", folded_table([head, *rows], left=2, width=width), *wrap_paragraph(notes, width)])
 
 
 def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
-    fabric, costs, parts = option.design.fabric, option.economics, option.design.bill
+    fabric, costs, bill = option.design.fabric, option.economics, option.design.bill
     step = (format_seconds(costs.step_s or 0.0), format_money(costs.slower_usd_per_day)) if job else ()
     return (
         f"   {option.role}",
@@ -263,7 +269,7 @@ def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
         "-" if fabric.rails == 1 else str(fabric.rails),
         format_money(costs.usd),
         format_money(costs.usd_per_gpu),
-        f"{(parts.watts or 0.0) / 1e6:.3g}",
+        f"{(bill.watts or 0.0) / 1e6:.3g}",
         f"{show_hours(costs.lost_gpu_hours_per_day)} ({format_money(costs.lost_usd_per_day)})",
         *step,
         format_money(costs.total_usd),
@@ -271,31 +277,32 @@ def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
 
 
 def _verdict_sentences(one: DesignVerdict) -> list[str]:
+    """Return the sentences of the recommendation: the pick, its losses, its step, and each described alternative."""
     pick = one.pick
-    fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
-    said = [
+    fabric, costs, bill = pick.design.fabric, pick.economics, pick.design.bill
+    sentences = [
         f"Take {_fabric_words(fabric)}: {plural(fabric.switches, 'switch')}, "
-        f"{money_range(parts.usd)} "
-        f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
+        f"{money_range(bill.usd)} "
+        f"({format_money(costs.usd_per_gpu)} a GPU), {(bill.watts or 0.0) / 1e6:.3g} MW.",
         _lost_text(fabric, costs),
     ]
     if costs.step_s is not None:
-        # Beside the quickest design that was simulated.
+        # Compared with the fastest design that was simulated.
         quickest = one.role("quickest step")
-        mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
+        pick_s, best_s = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
         slower_text = (
-            f", {format_percent(mine / best - 1)} more than on the quickest"
-            if mine and best
+            f", {format_percent(pick_s / best_s - 1)} more than on the quickest"
+            if pick_s and best_s
             else ", the quickest of all"
         )
-        said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{slower_text}.")
+        sentences.append(f"The job's step takes {format_seconds(costs.step_s)} on it{slower_text}.")
     described = [_against_pick(pick, option) for option in one.options[1:] if option.role in _DESCRIBED]
-    return [*said, *described, _price_range_text(one)]
+    return [*sentences, *described, _price_range_text(one)]
 
 
 def _lost_text(fabric: Fabric, costs: Economics) -> str:
-    """What failures cost with the quickest recovery these boxes have; MRC's edge is Ethernet's."""
-    lost, usual = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.conventional_gpu_hours_per_day))
+    """Return a sentence on the cost of failures with the fastest recovery of these boxes; MRC needs Ethernet."""
+    lost, usual = (show_hours(hours) for hours in (costs.lost_gpu_hours_per_day, costs.conventional_gpu_hours_per_day))
     dollars = format_money(costs.lost_usd_per_day)
     if not can_spray(fabric):
         return (
@@ -312,12 +319,12 @@ def _lost_text(fabric: Fabric, costs: Economics) -> str:
 
 
 def _price_range_text(one: DesignVerdict) -> str:
-    """Whether the choice stands at both ends of the price ranges."""
+    """Return a sentence that states whether the choice is the same at both ends of the price ranges."""
     pick = one.pick.design.fabric
-    other = {"low": one.at_low, "high": one.at_high}
+    by_end = {"low": one.at_low, "high": one.at_high}
     moved = [
         f"{_fabric_words(fabric)} at the {end} end"
-        for end, fabric in other.items()
+        for end, fabric in by_end.items()
         if _fabric_kind(fabric) != _fabric_kind(pick)
     ]
     if moved:
@@ -333,7 +340,7 @@ _DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bi
 
 
 def _against_pick(pick: Option, other: Option) -> str:
-    """One sentence: what another option saves or costs beside the pick."""
+    """Return a sentence on the savings or extra cost of another option compared with the pick."""
     more = other.economics.total_usd - pick.economics.total_usd
     names = {"one plane": "One plane", "best of another box": "Another switch", "quickest step": "The quickest step"}
     role_text = names.get(other.role, other.role[0].upper() + other.role[1:])
@@ -347,21 +354,22 @@ def _against_pick(pick: Option, other: Option) -> str:
 
 
 def _why_cheaper(pick: Option, other: Option) -> str:
-    parts = {
+    """Return the components of the difference in cost, in parentheses; empty if all are below a dollar."""
+    differences = {
         "price": other.economics.usd - pick.economics.usd,
         "GPU-hours lost to failures": other.economics.lost_usd_per_day - pick.economics.lost_usd_per_day,
         "slower steps": other.economics.slower_usd_per_day - pick.economics.slower_usd_per_day,
     }
     described = [
         f"{name} {'+' if usd > 0 else '-'}{format_money(abs(usd))}{'' if name == 'price' else ' a day'}"
-        for name, usd in parts.items()
+        for name, usd in differences.items()
         if abs(usd) >= 1.0
     ]
     return f" ({', '.join(described)})" if described else ""
 
 
 def _fabric_words(fabric: Fabric, *, role: str = "") -> str:
-    """In words, without what the role says already."""
+    """Describe a fabric in words, without what its role already states."""
     planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
     tiers = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     rails = "" if fabric.rails == 1 else f", {fabric.rails} rails"

@@ -1,4 +1,4 @@
-"""Fabrics, designs and budgets as pages of text, as wide as they need or as narrow as a terminal."""
+"""Fabrics, designs and failure budgets as text, folded to the width of the page or terminal."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from phalanx.units import format_money, format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.network.fabric.decisions import Decisions, PlaneRow
 
-PAGE = 119  # columns of prose where nobody says how wide the page is
-LEAST = 20  # narrower than any terminal: a slip
+PAGE = 119  # columns of prose where the caller gives no width
+LEAST = 20  # narrower than any terminal; the smallest width in use
 
 
 def wrap_paragraph(words: str, width: int | None = None) -> list[str]:
-    """A paragraph."""
+    """Wrap a paragraph to the page, or to `width` if that is narrower."""
     narrow = PAGE if width is None else max(LEAST, min(PAGE, width))
     return textwrap.wrap(words, narrow, break_long_words=False, break_on_hyphens=False)
 
 
 def fold_lines(text: str, width: int | None) -> str:
-    """Lines that are still too long, broken: under the second column where there is one, else a little further in."""
+    """Wrap lines that exceed `width`; continuation lines start under the second column, or two spaces further in."""
     if width is None:
         return text
-    return "\n".join(line for whole in text.split("\n") for line in _fold_line(whole, max(LEAST, width)))
+    return "\n".join(line for long_line in text.split("\n") for line in _fold_line(long_line, max(LEAST, width)))
 
 
 def _fold_line(line: str, width: int) -> list[str]:
+    """Wrap one line; its continuation starts under the second column if that is in the left half of the page."""
     if len(line) <= width:
         return [line]
-    begun = re.match(r" *(?:\S+(?: \S+)*  +)?", line)
-    start = begun.end() if begun is not None else 0
+    first_cell = re.match(r" *(?:\S+(?: \S+)*  +)?", line)
+    start = first_cell.end() if first_cell is not None else 0
     inner = len(line) - len(line.lstrip())
     hang = start if inner < start <= width // 2 else inner if inner > width // 4 else inner + 2
     return textwrap.wrap(
@@ -55,34 +56,37 @@ def _fold_line(line: str, width: int) -> list[str]:
     )
 
 
-# What the three decisions come to, one sentence each: the picture's headings and the first lines of the page.
+# The findings of the three decisions, one sentence each: headings of the picture and first lines of the page.
 
 
 def decision_findings(one: Decisions) -> tuple[str, str, str]:
-    """In the order of the decisions."""
+    """Return one finding per decision, in the order of the decisions."""
     return _scale_text(one), _balance_text(one), _recovery_text(one)
 
 
 def formula_basis(one: Decisions) -> str:
-    """What the formula's ratios are measured against: the same box with its widest ports, in three tiers."""
+    """Return the basis of the formula's ratios: the same box with its widest ports, in three tiers."""
     return f"{_planes_text(one.planes[0])} in 3 tiers"
 
 
 def formula_ratios(one: Decisions) -> str:
-    """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
-    mine = f"{_planes_text(one.own)} in {plural(one.own.tiers, 'tier')}"
-    if mine == formula_basis(one):
+    """Return the ratios of switches and optics per host of full fabrics, counted as in arXiv:2605.04333 section 2.
+
+    Empty where the fabric is the basis itself.
+    """
+    own = f"{_planes_text(one.own)} in {plural(one.own.tiers, 'tier')}"
+    if own == formula_basis(one):
         return ""
     have = "has" if one.own.planes == 1 else "have"
     if one.switch_ratio == one.optics_ratio == "1":
-        return f"{mine} {have} as many switches and optics per host as {formula_basis(one)}"
+        return f"{own} {have} as many switches and optics per host as {formula_basis(one)}"
     return (
-        f"{mine} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {formula_basis(one)}"
+        f"{own} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {formula_basis(one)}"
     )
 
 
 def counted_ratios(one: Decisions) -> str:
-    """The same of the fabrics that join these hosts: tiers as many as they need, ports as they are filled."""
+    """Return the ratios counted on the fabrics that join these hosts, with the tiers they need and the ports in use."""
     flat = one.planes[0]
     if one.own == flat or one.counted_switch_ratio is None:
         return ""
@@ -94,21 +98,22 @@ def counted_ratios(one: Decisions) -> str:
 
 
 def _scale_text(one: Decisions) -> str:
+    """Return the finding on planes: the hosts that this split joins, compared with the widest ports."""
     flat, own = one.planes[0], one.own
     most = own.most_hosts[own.tiers - 2]
     reach = "reaches" if own.planes == 1 else "reach"
     ratio = "" if own.oversubscription == 1 else f" at {own.oversubscription:.3g}:1"
     depth = plural(own.tiers, "tier")
-    said = f"{_planes_text(own)} of {own.radix} ports {reach} {most:,} hosts in {depth}{ratio}".capitalize()
+    reach_text = f"{_planes_text(own)} of {own.radix} ports {reach} {most:,} hosts in {depth}{ratio}".capitalize()
     if flat.planes == own.planes:
-        return said
+        return reach_text
     full = " at full bisection" if ratio else ""
     if not flat.tiers:
-        return f"{said}; {_planes_text(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
+        return f"{reach_text}; {_planes_text(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
     if flat.tiers == own.tiers:
-        return f"{said}, {_planes_text(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
+        return f"{reach_text}, {_planes_text(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
     needs = "needs" if flat.planes == 1 else "need"
-    return f"{said}; {_planes_text(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
+    return f"{reach_text}; {_planes_text(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
 
 
 def _balance_text(one: Decisions) -> str:
@@ -121,7 +126,8 @@ def _balance_text(one: Decisions) -> str:
 
 def _recovery_text(one: Decisions) -> str:
     chosen = next(row for row in one.recoveries if row.recovery_s == one.recovery_s)
-    restart = one.recoveries[-1]  # the same failures, none of them bypassed in time
+    # The same failures, none of them bypassed in time.
+    restart = one.recoveries[-1]
     if chosen.restarts:
         return f"A bypass this late restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
     return (
@@ -131,7 +137,7 @@ def _recovery_text(one: Decisions) -> str:
 
 
 def show_hours(value: float) -> str:
-    """Whole hours where there are some."""
+    """Format hours: whole from 10, one decimal below."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "under 0.1"
 
 
@@ -139,7 +145,7 @@ def _planes_text(row: PlaneRow) -> str:
     return "one plane" if row.planes == 1 else plural(row.planes, "plane")
 
 
-# Fabrics as a person reads them: tables of plain text.
+# Tables of fabrics and designs.
 
 
 _HEAD = (
@@ -149,21 +155,21 @@ _HEAD = (
 
 
 def show_designs(found: Sequence[Design], *, top: int, width: int | None = None) -> str:
-    """The `top` designs of each oversubscription, those on the Pareto front marked with a star."""
+    """Format the `top` designs of each oversubscription; those on the Pareto front are marked with a star."""
     first = found[0].fabric
     fit = f"{plural(len(found), 'fabric')} {'fits' if len(found) == 1 else 'fit'}"
-    said = (
+    summary = (
         f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {fit}. "
         f"Network interruptions at Llama 3's rate per GPU: {found[0].interruptions_per_day:.2g} a day"
     )
-    parts = [fold_lines(said, width)]
-    for ratio, group in groupby(found, key=lambda one: nominal_ratio(one.fabric)):
+    sections = [fold_lines(summary, width)]
+    for ratio, group in groupby(found, key=lambda design: nominal_ratio(design.fabric)):
         lines = _merged_rows(list(group))
         name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
         more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
-        parts.append(f"\n{name}{more}\n" + folded_table([_HEAD, *lines[:top]], width=width))
-    parts.append("\n".join(["", *wrap_paragraph(STAR, width), *wrap_paragraph(LEGEND, width)]))
-    return "\n".join(parts)
+        sections.append(f"\n{name}{more}\n" + folded_table([_HEAD, *lines[:top]], width=width))
+    sections.append("\n".join(["", *wrap_paragraph(STAR, width), *wrap_paragraph(LEGEND, width)]))
+    return "\n".join(sections)
 
 
 STAR = (
@@ -180,43 +186,43 @@ LEGEND = (
 
 
 def _merged_rows(group: Sequence[Design]) -> list[tuple[str, ...]]:
-    """One line for designs that differ only in their rails."""
+    """Merge designs that differ only in their rails into one table row."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for one in group:
-        cells = _design_cells(one)
-        lines.setdefault(cells, []).append("none" if one.fabric.rails == 1 else str(one.fabric.rails))
+    for design in group:
+        cells = _design_cells(design)
+        lines.setdefault(cells, []).append("none" if design.fabric.rails == 1 else str(design.fabric.rails))
     return [(*cells[:3], "/".join(rails), *cells[3:]) for cells, rails in lines.items()]
 
 
 def _design_cells(one: Design) -> tuple[str, ...]:
-    fabric, parts, lost = one.fabric, one.bill, one.loss
+    fabric, bill, lost = one.fabric, one.bill, one.loss
     return (
         f"{'* ' if one.pareto else '  '} {fabric.switch.name}",
         str(fabric.planes),
         str(fabric.tiers),
         *(format_whole(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
         format_whole(fabric.switches),
-        format_whole(parts.cables),
-        f"{parts.optics_800g:,.0f}",
+        format_whole(bill.cables),
+        f"{bill.optics_800g:,.0f}",
         str(fabric.hops),
         format_whole(fabric.paths),
         format_whole(lost.t0_hosts),
         format_percent(lost.nic_link),
         format_percent(lost.t0_t1_link),
         format_percent(lost.t1),
-        "?" if parts.watts is None else f"{parts.watts / 1e6:.3g}",
-        money_range(parts.usd),
+        "?" if bill.watts is None else f"{bill.watts / 1e6:.3g}",
+        money_range(bill.usd),
         f"{one.cable_failures_per_day:.2g}+{one.switch_failures_per_day:.2g}",
     )
 
 
 def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
-    """One fabric on a page."""
-    parts, lost = fabric_bill(fabric), failure_loss(fabric)
+    """Format one fabric with its parts, losses and failure budget."""
+    bill, lost = fabric_bill(fabric), failure_loss(fabric)
     tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
     deep = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
-    # With rails a GPU reaches the other rails of these servers by NVLink and one switch.
+    # With rails, a GPU reaches the other rails of these servers over NVLink and one switch.
     reached = min(fabric.hosts, fabric.rails * fabric.hosts_per_t0)
     by_rail = "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
     rows = [
@@ -225,17 +231,17 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
         *_subnet_rows(fabric),
         ("switches", f"{fabric.switches:,}: {' + '.join(boxes)}"),
         ("T0 ports", _ports_text(fabric)),
-        ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
+        ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(bill.links))),
         (
             "optics",
-            f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {plural(parts.cables, 'cable')}",
+            f"{bill.optics_800g:,.0f} 800G modules ({bill.optics:,} link ends), {plural(bill.cables, 'cable')}",
         ),
         ("paths", _paths_text(fabric)),
         ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{by_rail}"),
         *_failure_rows(fabric, lost),
-        ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
-        ("cost", money_range(parts.usd)),
-        ("spare ports", f"{parts.spare_ports:,}"),
+        ("power", "unknown" if bill.watts is None else f"{bill.watts / 1e6:.3g} MW with optics"),
+        ("cost", money_range(bill.usd)),
+        ("spare ports", f"{bill.spare_ports:,}"),
     ]
     page = folded_table([(f"  {name}", value) for name, value in rows], left=2)
     return fold_lines(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
@@ -244,9 +250,9 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
 def _subnet_rows(fabric: Fabric) -> list[tuple[str, str]]:
     if can_spray(fabric):
         return []
-    taken = f"{plane_addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
+    addresses = f"{plane_addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
     more = ": it needs routers between subnets, which are not counted" if needs_routers(fabric) else ""
-    return [("InfiniBand", f"{taken}{more}")]
+    return [("InfiniBand", f"{addresses}{more}")]
 
 
 def _ports_text(fabric: Fabric) -> str:
@@ -278,9 +284,9 @@ def _failure_rows(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
 
 
 def show_budget(fabric: Fabric, one: FailureBudget) -> str:
-    """Failures by part and what they cost."""
+    """Format the failures per day by part, and what they cost under each way of recovery."""
     head = ("failures per day", "parts", "per day")
-    rows = [(f"  {part.part}", f"{part.count:,}", f"{part.failures_per_day:.3g}") for part in one.parts]
+    rows = [(f"  {row.part}", f"{row.count:,}", f"{row.failures_per_day:.3g}") for row in one.parts]
     low, high = one.interruptions_interval
     quick, slow = one.restart
     times = f"{format_seconds(quick.seconds_per_event)} to {format_seconds(slow.seconds_per_event)}"
@@ -304,20 +310,21 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
 
 
 def _edge_lines(fabric: Fabric, one: FailureBudget) -> list[str]:
-    """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
+    """Format the cost with the fastest recovery of these boxes, and with other assumptions about failed cables."""
     if not can_spray(fabric):
         return [
             f"InfiniBand: {_lost_text(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
             "SHIELD;",
             "  a lost NIC link or T0 restarts the job; recovery at the edge, MRC, is Ethernet's)",
         ]
-    said = f"with recovery at the edge: {_lost_text(one.edge)}"
+    cost_text = f"with recovery at the edge: {_lost_text(one.edge)}"
     if not ports_move(fabric):
-        return [f"{said} (a NIC of one plane is cut off by its link, and the job restarts)"]
+        return [f"{cost_text} (a NIC of one plane is cut off by its link, and the job restarts)"]
     if one.edge == one.edge_whole:
-        return [said]  # so late that each failure restarts the job anyway
+        # Recovery is so slow that each failure restarts the job anyway.
+        return [cost_text]
     return [
-        f"{said} (a failed cable takes one plane of its NIC,",
+        f"{cost_text} (a failed cable takes one plane of its NIC,",
         f"  and steps wait for the network {format_percent(one.waits)} of their time). What a cable takes, nobody has "
         "published:",
         f"  {format_percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
@@ -330,7 +337,7 @@ def _lost_text(cost: FailureCost) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Two significant digits below 10 %.
+    """Format a share in percent, with two significant digits below 1 %.
 
     >>> format_percent(0.125), format_percent(1 / 256), format_percent(1.0), format_percent(0.0)
     ('12.5%', '0.39%', '100%', '0%')
@@ -343,9 +350,10 @@ def format_percent(share: float) -> str:
 
 
 def money_range(usd: tuple[float, float] | None) -> str:
-    """A range of dollars, or a question mark."""
+    """Format a range of dollars, or "unknown"."""
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
 
 
 def format_whole(number: int) -> str:
+    """Format a count; a dash for zero."""
     return f"{number:,}" if number else "-"

@@ -1,7 +1,7 @@
-"""Which fabric joins N hosts: a folded Clos of a shape a person chose, and a refusal where the box cannot do it.
+"""The size of a fabric that joins N hosts: a folded Clos of a chosen shape; UserError where the switch cannot build it.
 
-Full, L tiers of radix k join 2·(k/2)^L hosts, each plane with (2L-1)·(k/2)^(L-1) switches (arXiv:2605.04333 section 2).
-Partly full, see filling.py.
+Full, L tiers of radix k join 2·(k/2)^L hosts, and each plane has (2L-1)·(k/2)^(L-1) switches (arXiv:2605.04333
+section 2). Partly filled planes are counted by fill_plane below.
 """
 
 from __future__ import annotations
@@ -16,41 +16,44 @@ from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.units import plural
 
 MOST_TIERS = 4
-# Beyond any plan, within exact integers: a typing mistake, not a fabric.
+# Beyond any plan and within exact integers: a larger number is a typing error.
 MOST_HOSTS = 10**9
-LEAST_RADIX, MOST_RADIX = 4, 65536  # two down and two up; 128 times the widest box
-MOST_NIC_GBPS = 102_400.0  # a NIC as fast as the fastest switch (Tomahawk 6), 64 times the fastest NIC sold
+LEAST_RADIX, MOST_RADIX = 4, 65536  # two ports down and two up; 128 times the widest box
+# A NIC as fast as the fastest switch (Tomahawk 6), 64 times the fastest NIC sold.
+MOST_NIC_GBPS = 102_400.0
 MOST_PLANES = 1024  # lanes of the widest chip
 MOST_NAME = 120  # characters of a fabric or a box: a cell of a table
-MOST_WATTS, MOST_USD = 1e6, 1e9  # of one switch: a megawatt and a billion are slips of the pen
+MOST_WATTS, MOST_USD = 1e6, 1e9  # of one switch: a megawatt and a billion dollars are typing errors
 WHERE = "fabric"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosShape:
-    """What a person chooses about a fabric beside its hosts and its switch."""
+    """The choices about a fabric other than its hosts and its switch."""
 
     planes: int
     tiers: int
     oversubscription: float = 1.0
     rails: int = 1
-    wide: bool = False  # as many switches above as uplinks, one link to each, though fewer would do
+    # As many switches above a tier as uplinks, one link to each, though fewer switches would do.
+    wide: bool = False
 
 
 def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]:
-    """Ports of a T0 down and up; never more down than the oversubscription allows.
+    """Return a T0's ports down and up; the ratio never exceeds the oversubscription.
 
     >>> split_t0(512, 2, 1.0), split_t0(64, 2, 3.0), split_t0(64, 2, 2.0), split_t0(64, 1, 1.0)
     ((256, 256), (48, 16), (42, 22), (64, 0))
     """
     if tiers == 1:
         return radix, 0
-    up = math.ceil(radix / (1 + oversubscription) - 1e-9)  # 512 / (1 + 341/171) is 171, not a hair above
+    # The epsilon: 512 / (1 + 341/171) is 171, and not slightly more.
+    up = math.ceil(radix / (1 + oversubscription) - 1e-9)
     return radix - up, up
 
 
 def most_hosts(radix: int, shape: ClosShape) -> int:
-    """Hosts that fit at most.
+    """Return the largest number of hosts that a shape of this radix joins.
 
     >>> [most_hosts(k, ClosShape(planes=1, tiers=t)) for k, t in ((512, 2), (256, 2), (144, 2), (64, 3), (64, 4))]
     [131072, 32768, 10368, 65536, 2097152]
@@ -67,7 +70,7 @@ def most_hosts(radix: int, shape: ClosShape) -> int:
 def size_fabric(
     hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape, *, name: str = "", where: str = WHERE
 ) -> Fabric:
-    """The smallest fabric of this shape for `hosts` NICs; raises UserError where the box cannot do it."""
+    """Return the smallest fabric of this shape for `hosts` NICs; raises UserError where the switch cannot build it."""
     check_fabric(hosts, nic_gbps, shape, where=where)
     if abs(nic_gbps / shape.planes - switch.port_gbps) > 1e-6:
         raise _wrong_speed(nic_gbps, shape, switch, where)
@@ -80,7 +83,8 @@ def size_fabric(
     if most_hosts(switch.radix, shape) < hosts:
         raise too_many(hosts, switch, shape, where=where)
     down, up = split_t0(switch.radix, shape.tiers, shape.oversubscription)
-    t0 = shape.rails * math.ceil(hosts / (shape.rails * down))  # server i has NIC r on T0 r of its group
+    # Server i has NIC r on T0 r of its group.
+    t0 = shape.rails * math.ceil(hosts / (shape.rails * down))
     counts = fill_plane(t0, up, switch.radix, tiers=shape.tiers, rails=shape.rails, wide=shape.wide)
     return Fabric(
         name=name or _fabric_name(hosts, nic_gbps, switch, shape),
@@ -104,7 +108,7 @@ def size_fabric(
 
 
 def check_fabric(hosts: int, nic_gbps: float, shape: ClosShape, *, where: str = WHERE) -> None:
-    """Refuse what no switch can make right."""
+    """Raise UserError for hosts, NIC speeds and shapes that no switch can build."""
     if not 2 <= hosts <= MOST_HOSTS:
         fix = "use 2 or more" if hosts < 2 else f"use at most {MOST_HOSTS:,}; the largest fabric reported has 131,072"
         raise mistake(where, f"{hosts:,} GPUs are not a fabric", fix=fix)
@@ -133,6 +137,7 @@ def _check_ratio(shape: ClosShape, where: str) -> None:
 
 
 def _check_rails(hosts: int, shape: ClosShape, where: str) -> None:
+    """Raise UserError for rails that do not divide the hosts, or that no switch joins."""
     rails = shape.rails
     if rails < 1:
         raise mistake(where, plural(rails, "rail"), fix="use 1 for none, or the GPUs of a server, as 8")
@@ -163,7 +168,7 @@ def _wrong_speed(nic_gbps: float, shape: ClosShape, switch: Switch, where: str) 
 
 
 def too_many(hosts: int, switch: Switch, shape: ClosShape, *, where: str = WHERE, fix: str = "") -> UserError:
-    """The message for hosts beyond what the radix reaches."""
+    """Return the error for more hosts than the radix can join."""
     most = most_hosts(switch.radix, shape)
     return mistake(
         where,
@@ -174,6 +179,7 @@ def too_many(hosts: int, switch: Switch, shape: ClosShape, *, where: str = WHERE
 
 
 def _reach_text(switch: Switch, shape: ClosShape, most: int) -> str:
+    """Explain the largest number of hosts by the formula or by ports."""
     radix = switch.radix
     limit = ""
     if switch.lanes > radix:
@@ -187,6 +193,7 @@ def _reach_text(switch: Switch, shape: ClosShape, most: int) -> str:
 
 
 def _deeper_text(hosts: int, switch: Switch, shape: ClosShape) -> str:
+    """Return the advice to use more tiers, if some number of tiers joins the hosts; else an empty string."""
     for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
         most = most_hosts(switch.radix, replace(shape, tiers=tiers))
         if most >= hosts:
@@ -201,14 +208,13 @@ def _fabric_name(hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape) 
     return f"clos{shape.tiers}:{hosts}x{nic_gbps:g}G/{shape.planes}p/{switch.radix}{ratio}{rails}{wide}"
 
 
-# How many switches of each tier a partly filled plane needs.
-#
-# The rule: whole T0s, equal pods, and above them as few switches as have the ports, such that a switch of the top
-# tier has equally many links to every switch below (so what goes up by any link can come down), and a switch of a
-# middle tier equally many from every switch below as every other of its tier (so pods stay equal). ECMP, spraying and
-# static routes all assume that; the price is ports that stay empty. Pods are as few as can be, since a large pod has
-# many T1s to lose one of; where a few T0s more per pod make the numbers divide better, the filling with the fewest
-# switches is taken.
+# The number of switches of each tier in a partly filled plane.
+# The rule: whole T0s, equal pods, and above them as few switches as have enough ports. A switch of the top tier has
+# equally many links to every switch below (so traffic that goes up by any link can come down), and a switch of a
+# middle tier has equally many from every switch below as every other of its tier (so pods stay equal). ECMP, spraying
+# and static routes assume that; the price is unused ports. Pods are as few as possible, since a failed T1 costs a
+# large pod a smaller share. Where a few more T0s per pod make the numbers divide better, the filling with the fewest
+# switches is used.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,16 +226,16 @@ class SwitchCounts:
     pods: int
 
     def of_tier(self, tier: int) -> int:
-        """Switches of a tier; 0 where there is none."""
+        """Return the number of switches of a tier; 0 where the plane has no such tier."""
         return self.switches[tier] if tier < len(self.switches) else 0
 
     def up_of_tier(self, tier: int) -> int:
-        """Uplinks of a switch of that tier; 0 at the top."""
+        """Return the uplinks of a switch of that tier; 0 at the top."""
         return self.up[tier] if tier < len(self.up) else 0
 
 
 def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide: bool = False) -> SwitchCounts:
-    """The filling with the fewest switches for at least `t0` T0s with `up` uplinks each.
+    """Return the filling with the fewest switches for at least `t0` T0s with `up` uplinks each.
 
     >>> fill_plane(512, 256, 512, tiers=2).switches, fill_plane(256, 256, 512, tiers=2).switches  # full, and half full
     ((512, 256), (256, 128))
@@ -237,16 +243,16 @@ def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide
     if tiers == 1:
         return SwitchCounts(switches=(1,), up=(0,), pods=1)
     choices = (_count_switches(joined, up, radix, wide=wide) for joined in _nested_splits(t0, radix, tiers, rails))
-    return min(choices, key=lambda one: (sum(one.switches), one.switches[0]))
+    return min(choices, key=lambda counts: (sum(counts.switches), counts.switches[0]))
 
 
 def whole_groups(number: int, rails: int) -> int:
-    """What is left of a number in whole groups of rails: a group lies in one pod."""
+    """Return the largest multiple of `rails` up to `number`: a group of rails lies in one pod."""
     return number - number % rails
 
 
 def _nested_splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tuple[int, ...]]:
-    """Ways to nest the T0s: T0s per pod, pods per block of the next level, and what the top tier joins."""
+    """Yield ways to nest the T0s: T0s per pod, pods per block of the next level, and switches below the top tier."""
     if tiers == 2:
         yield (t0,)
         return
@@ -256,29 +262,32 @@ def _nested_splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tupl
             nested: list[tuple[int, ...]] = [(per_pod, pods)]
         else:
             nested = [
-                (per_pod, size_fabric, math.ceil(pods / size_fabric))
-                for size_fabric in _even_blocks(pods, radix // 2, 1)
+                (per_pod, block_size, math.ceil(pods / block_size)) for block_size in _even_blocks(pods, radix // 2, 1)
             ]
-        yield from (one for one in nested if one[-1] <= radix)
+        yield from (sizes for sizes in nested if sizes[-1] <= radix)
 
 
 def _even_blocks(number: int, limit: int, step: int) -> list[int]:
-    """Sizes of the fewest equal blocks: the smallest that does, rounded to ever more factors of two."""
+    """Return sizes of the fewest equal blocks: the smallest that suffices, rounded up to multiples of powers of two."""
     least = math.ceil(number / math.ceil(number / limit))
     factors = [step << power for power in range(limit.bit_length())]
     sizes = {factor * math.ceil(least / factor) for factor in factors} | {limit}
-    return sorted(size_fabric for size_fabric in sizes if size_fabric <= limit)
+    return sorted(size for size in sizes if size <= limit)
 
 
 def _count_switches(joined: Sequence[int], up: int, radix: int, *, wide: bool) -> SwitchCounts:
-    """Switches from the bottom up. joined[j]: switches of tier j that meet in the tier above, in each group."""
+    """Count the switches from the bottom up.
+
+    joined[j] is the number of switches of tier j that meet in the tier above, in each group.
+    """
     switches, ups, group = [math.prod(joined)], [up], 1
     for level, below in enumerate(joined):
         top = level == len(joined) - 1
         if wide:
             above = ups[-1]
         elif top:
-            above = math.ceil(ups[-1] / (radix // below))  # as many links to each one below as the ports allow
+            # As many links to each switch below as the ports allow.
+            above = math.ceil(ups[-1] / (radix // below))
         else:
             above = _divisor_from(ups[-1], math.ceil(below * ups[-1] / (radix // 2)))
         group *= above
@@ -289,5 +298,5 @@ def _count_switches(joined: Sequence[int], up: int, radix: int, *, wide: bool) -
 
 @functools.cache
 def _divisor_from(number: int, least: int) -> int:
-    """The smallest divisor of a number that is not below `least`."""
-    return next(one for one in range(max(1, least), number + 1) if number % one == 0)
+    """Return the smallest divisor of a number that is at least `least`."""
+    return next(candidate for candidate in range(max(1, least), number + 1) if number % candidate == 0)

@@ -1,4 +1,4 @@
-"""The switches that ship with Phalanx, how one is found by name, and fabrics that have a name."""
+"""The catalogue of switches that ships with Phalanx, lookup by name, named fabrics, and catalogues of the user."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PORTS = re.compile(r"^(\d{1,5})x(\d{1,5}(?:\.\d{1,3})?)g$")
 
 @functools.cache
 def known_switches() -> tuple[Switch, ...]:
-    """Every box in every port configuration.
+    """Return every box of the shipped catalogue in every port configuration.
 
-    >>> sorted(one.box for one in known_switches() if one.radix == 512 and one.port_gbps == 100)
+    >>> sorted(switch.box for switch in known_switches() if switch.radix == 512 and switch.port_gbps == 100)
     ['7060X6-64PE-B', 'Silicon One G200', 'Spectrum-5', 'Tomahawk 6']
     """
     return tuple(switch_of(row) for row in _csv_rows("switches.csv"))
@@ -30,40 +30,45 @@ def known_switches() -> tuple[Switch, ...]:
 
 @functools.cache
 def named_fabrics() -> dict[str, tuple[str, str]]:
-    """Name to short form and source."""
+    """Return the named fabrics as a mapping of name to short form and source."""
     return {row["name"]: (row["spec"], row["source"]) for row in _csv_rows("fabrics.csv")}
 
 
 def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tuple[Switch, ...]:
-    """The configurations a name means; `among` nothing is the shipped catalogue.
+    """Return the switch configurations that match a name; an empty `among` searches the shipped catalogue.
 
-    A box (`Tomahawk 5`, `tomahawk5`), a product (`QM9700`), one configuration (`Tomahawk 5 256x200G`), or bare ports
-    (`512x100G`): every box that has them or, where none has, a switch without power and price.
+    The name may be a box (`Tomahawk 5`, `tomahawk5`), a product (`QM9700`), one configuration (`Tomahawk 5
+    256x200G`), or bare ports (`512x100G`). Bare ports match every box that has them; where none has, they give a
+    switch without power and price. Raises UserError where nothing matches.
     """
-    known = tuple(among) or known_switches()
+    switches = tuple(among) or known_switches()
     wanted = _squeeze_name(name)
-    found = tuple(one for one in known if wanted and wanted in _switch_names(one))
-    if found:
-        return found
+    matches = tuple(switch for switch in switches if wanted and wanted in _switch_names(switch))
+    if matches:
+        return matches
     ports = _PORTS.match(name.strip().lower())
     if ports and int(ports[1]) and float(ports[2]):
         return (unnamed_switch(int(ports[1]), float(ports[2])),)
-    names = {_squeeze_name(one): one for switch in known for one in (switch.box, switch.name, *_product_names(switch))}
+    names = {
+        _squeeze_name(alias): alias
+        for switch in switches
+        for alias in (switch.box, switch.name, *_product_names(switch))
+    }
     near = names.get(nearest(wanted, names), "")
-    boxes = ", ".join(dict.fromkeys(one.box for one in known))
+    boxes = ", ".join(dict.fromkeys(switch.box for switch in switches))
     fix = f'did you mean "{near}"?' if near else f"the catalogue has {boxes}; bare ports are written as 512x100G"
     raise mistake(where, f'there is no switch "{name[:60]}" in the catalogue', fix=fix)
 
 
 def unnamed_switch(radix: int, port_gbps: float) -> Switch:
-    """A switch of which only the ports are known: no power, no price."""
+    """Return a switch of which only the ports are known: no power, no price."""
     return Switch(
         name=f"{radix}x{port_gbps:g}G", box="any", radix=radix, port_gbps=port_gbps, watts=0.0, usd=None, source="given"
     )
 
 
 def switch_of(row: Mapping[str, str]) -> Switch:
-    """A row of a catalogue; watts and prices may be left empty. Raises ValueError for what is no number."""
+    """Return the switch of a catalogue row; watts and prices may be empty. Raises ValueError for a malformed number."""
     radix, port_gbps = int(row["radix"]), float(row["port_gbps"])
     low, high = row.get("usd_low") or "", row.get("usd_high") or row.get("usd_low") or ""
     return Switch(
@@ -100,19 +105,18 @@ def _squeeze_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-# A catalogue of one's own: the switches somebody can buy, at the prices they were quoted.
-#
-# A CSV with the columns of data/switches.csv; only box, port_gbps and radix are needed.
+# A user's own catalogue: the switches on offer, at quoted prices.
+# A CSV with the columns of data/switches.csv; only box, port_gbps and radix are required.
 
 
 NEEDED = ("box", "port_gbps", "radix")
 COLUMNS = (*NEEDED, "kind", "lanes", "watts", "usd_low", "usd_high", "evidence", "also", "source")
-MOST_ROWS = 2000  # enumerated in well under a second
+MOST_ROWS = 2000  # searched in well under a second
 EXAMPLE = "box,port_gbps,radix,watts,usd_low,usd_high"
 
 
 def read_catalogue(path: Path) -> tuple[Switch, ...]:
-    """Every row as a switch; raises UserError with all wrong lines at once."""
+    """Read every row of a catalogue file as a switch; raises UserError with all wrong lines at once."""
     text = read_text(path)
     if "," not in text:
         raise mistake(str(path), "is not a table with commas", fix=f"begin it with {EXAMPLE}")
@@ -126,11 +130,11 @@ def read_catalogue(path: Path) -> tuple[Switch, ...]:
         raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix=f"begin it with {EXAMPLE}") from None
     if not 1 <= len(rows) <= MOST_ROWS:
         raise mistake(str(path), f"has {len(rows):,} switches", fix=f"write 1 to {MOST_ROWS:,}, one in a line")
-    found = [_read_switch(f"{path}:{line}", row) for line, row in rows]
-    problems = [one for one in found if isinstance(one, Problem)]
+    results = [_read_switch(f"{path}:{line}", row) for line, row in rows]
+    problems = [result for result in results if isinstance(result, Problem)]
     if problems:
         raise UserError(problems)
-    return tuple({one.name: one for one in found if isinstance(one, Switch)}.values())
+    return tuple({result.name: result for result in results if isinstance(result, Switch)}.values())
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
@@ -147,22 +151,22 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 def _read_switch(where: str, row: Mapping[str, str]) -> Switch | Problem:
     try:
-        one = switch_of(row)
+        switch = switch_of(row)
     except (ValueError, OverflowError) as error:
         return Problem(where=where, what=f"{error}"[:120], fix="write plain numbers, as 512 or 100")
-    wrong = _what_is_wrong(one)
-    return Problem(where=where, what=wrong[0], fix=wrong[1]) if wrong else one
+    problem = _what_is_wrong(switch)
+    return Problem(where=where, what=problem[0], fix=problem[1]) if problem else switch
 
 
 def _what_is_wrong(one: Switch) -> tuple[str, str] | None:
-    """(what is wrong, what to do), or nothing."""
+    """Return the problem of a switch and its fix, or None."""
     if not one.box:
         return "the box has no name", "write its name first"
     if len(one.box) > MOST_NAME:
         return f"the name of the box has {len(one.box):,} characters", f"use at most {MOST_NAME}"
-    odd = next((text for text in (one.box, one.also, one.evidence, one.source) if one_line(text) != text), None)
-    if odd is not None:
-        return f'"{one_line(odd)[:80]}" has characters that cannot be printed', "leave them out"
+    unprintable = next((text for text in (one.box, one.also, one.evidence, one.source) if one_line(text) != text), None)
+    if unprintable is not None:
+        return f'"{one_line(unprintable)[:80]}" has characters that cannot be printed', "leave them out"
     if not LEAST_RADIX <= one.radix <= MOST_RADIX:
         return f"a radix of {one.radix:,}", f"use {LEAST_RADIX} to {MOST_RADIX:,} ports"
     if not 0 < one.port_gbps <= MOST_NIC_GBPS:

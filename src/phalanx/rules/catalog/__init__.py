@@ -1,1 +1,1 @@
-"""One file per rule, or per small family; `edition.py` lists them."""
+"""The rules of the edition, one file per rule or small family of rules; `edition.py` collects them."""

@@ -1,4 +1,4 @@
-"""BAT001: every step learns from the batch that was declared."""
+"""BAT001: every step trains on the declared batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNS = Impact(note="no time lost, but the learning rate was chosen for another
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The plan's arithmetic, and the tokens of the steps that were taken."""
+    """Check the batch of the plan, and the tokens of the steps in the log."""
     planned = _judge_plan(evidence)
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is None:
@@ -32,64 +32,65 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if evidence.plan is None:
         return _judge_refusal(evidence)
-    layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
+    layout, declared = evidence.plan.layout, evidence.the_job.batch.global_sequences
     if evidence.plan.sites is not None:
         peers = len(evidence.plan.sites.sites)
-        return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
-    made = layout.micro_batch * layout.accumulation * layout.data
+        return (passed(f"{peers} sites share {plural(declared, 'sequence')} a step, as declared", value=declared),)
+    batch = layout.micro_batch * layout.accumulation * layout.data
     share = planned_share(evidence.the_job, evidence.plan.cluster).batch.global_sequences
-    if share != wanted and made == share:
-        statement = f"each of {evidence.the_job.sync.peers} peers takes {made:,} of the {wanted:,} sequences of a step"
-        return (passed(statement, value=made, threshold=share, unit="sequences"),)
+    if share != declared and batch == share:
+        message = f"each of {evidence.the_job.sync.peers} peers takes {batch:,} of the {declared:,} sequences of a step"
+        return (passed(message, value=batch, threshold=share, unit="sequences"),)
     formula = (
-        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
-        f"declared {wanted:,}",
+        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(batch, 'sequence')}, "
+        f"declared {declared:,}",
     )
-    if made == wanted:
-        statement = f"each step takes {plural(made, 'sequence')}, as declared"
-        return (passed(statement, formula=formula, value=made, threshold=wanted, unit="sequences"),)
+    if batch == declared:
+        message = f"each step takes {plural(batch, 'sequence')}, as declared"
+        return (passed(message, formula=formula, value=batch, threshold=declared, unit="sequences"),)
     deal = BatchDeal.of(layout, reproducible=evidence.the_job.numerics.reproducible)
-    if made > wanted and layout.accumulation == deal.micro_batches(wanted) and not evidence.is_foreign:
-        statement = f"each step takes {plural(wanted, 'sequence')}, as declared"
-        statement += f", and {plural(made - wanted, 'row')} of padding that do not count"
-        return (passed(statement, formula=formula, value=wanted, threshold=wanted, unit="sequences"),)
+    if batch > declared and layout.accumulation == deal.micro_batches(declared) and not evidence.is_foreign:
+        message = f"each step takes {plural(declared, 'sequence')}, as declared"
+        message += f", and {plural(batch - declared, 'row')} of padding that do not count"
+        return (passed(message, formula=formula, value=declared, threshold=declared, unit="sequences"),)
     return (
         failed(
-            f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
+            f"each step takes {plural(batch, 'sequence')}, and {declared:,} are declared",
             formula=formula,
-            value=made,
-            threshold=wanted,
+            value=batch,
+            threshold=declared,
             unit="sequences",
             at="batch.global_sequences",
             impact=LEARNS,
-            fix=f"declare {made:,}, or choose micro-batch, accumulation and data ranks whose product is {wanted:,}",
+            fix=f"declare {batch:,}, or choose micro-batch, accumulation and data ranks whose product is {declared:,}",
         ),
     )
 
 
 def _judge_refusal(evidence: Evidence) -> tuple[Outcome, ...]:
-    found = tuple(one for one in evidence.refusals if is_batch(one))
-    if not found:
-        statement = "there is no plan, so the number of data ranks is not known"
-        return (unknown(statement, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
+    problems = tuple(problem for problem in evidence.refusals if is_batch(problem))
+    if not problems:
+        message = "there is no plan, so the number of data ranks is not known"
+        return (unknown(message, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
     return tuple(
-        unknown(f"{one.what}; no plan is made", fix=one.fix)  # another trainer may take it
-        if evidence.is_foreign and OUR_LIMIT.search(one.what)
+        # Another trainer may accept such a batch.
+        unknown(f"{problem.what}; no plan is made", fix=problem.fix)
+        if evidence.is_foreign and OUR_LIMIT.search(problem.what)
         else failed(
-            one.what,
-            formula=_refusal_reason(evidence, one),
-            at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",
+            problem.what,
+            formula=_refusal_reason(evidence, problem),
+            at="batch.micro" if "batch.micro" in problem.what else "batch.global_sequences",
             impact=Impact(points=100.0, note="the job does not start"),
-            fix=one.fix or "make the batch a multiple of the data ranks",
+            fix=problem.fix or "make the batch a multiple of the data ranks",
         )
-        for one in found
+        for problem in problems
     )
 
 
 def _refusal_reason(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
-    """The planner's own reason, and the setting that leaves it no other way."""
-    alone = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
-    return (*([problem.why] if problem.why else []), *([alone] if evidence.the_job.numerics.reproducible else []))
+    """Return the planner's reason, and the setting that restricts the planner to data ranks."""
+    restriction = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
+    return (*([problem.why] if problem.why else []), *([restriction] if evidence.the_job.numerics.reproducible else []))
 
 
 def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
@@ -100,24 +101,30 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
             fix="train with a Phalanx that writes `tokens` into its step events",
         )
     tolerance = limits.number("tolerance")
-    odd = {
-        size: count for size, count in steps.tokens.items() if all(abs(size - one) > tolerance * one for one in sizes)
+    odd_counts = {
+        size: count
+        for size, count in steps.tokens.items()
+        if all(abs(size - declared) > tolerance * declared for declared in sizes)
     }
-    if evidence.the_job.sync.has_peers:  # a step of one peer has its part, which changes as others come and go
-        odd = {size: count for size, count in odd.items() if size > max(sizes)}
+    # A step of one peer has its share of the batch, which changes as other peers come and go.
+    if evidence.the_job.sync.has_peers:
+        odd_counts = {size: count for size, count in odd_counts.items() if size > max(sizes)}
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
-    if not odd:
+    if not odd_counts:
         return passed(
             f"{plural(total, 'step')} had {words} tokens each, as declared",
             value=0,
             threshold=0,
             unit="steps",
         )
-    size = min(odd, key=lambda one: (odd[one], one))
+    size = min(odd_counts, key=lambda odd_size: (odd_counts[odd_size], odd_size))
     return failed(
-        f"{sum(odd.values()):,} of {total:,} steps had another batch than declared, as {size:,} tokens for {words}",
-        formula=tuple(f"{plural(count, 'step')} of {one:,} tokens" for one, count in sorted(odd.items())[:4]),
+        f"{sum(odd_counts.values()):,} of {total:,} steps had another batch than declared, "
+        f"as {size:,} tokens for {words}",
+        formula=tuple(
+            f"{plural(count, 'step')} of {tokens:,} tokens" for tokens, count in sorted(odd_counts.items())[:4]
+        ),
         value=size,
         threshold=sizes[-1],
         unit="tokens",
@@ -129,7 +136,7 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
 
 
 def declared_sizes(batch: Batch, sequence: int) -> tuple[int, ...]:
-    """Every number of tokens a step may have, in order: whole sequences, at least one."""
+    """Return all token counts that a step may have, in increasing order: whole sequences, at least one."""
     sequences = [batch.global_sequences, *(stage.global_tokens // max(1, sequence) for stage in batch.ramp)]
     return tuple(sorted({max(1, count) * sequence for count in sequences}))
 

@@ -1,4 +1,4 @@
-"""BAT002: an accumulated loss is divided by all valid tokens, not a mean of means."""
+"""BAT002: an accumulated loss is divided by all valid tokens, not averaged over means."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The trainer's habit, where a step has more than one part."""
+    """Check how the trainer normalises the loss where a step has more than one micro-batch or data rank."""
     plan = evidence.plan
     parts = plan.layout.accumulation * plan.layout.data if plan is not None else None
     if parts is not None and parts <= limits.number("parts"):
         return exempt("one micro-batch on one data rank: there is nothing to average over")
     practice = evidence.practice
-    over = "several micro-batches or data ranks" if parts is None else f"{plural(parts, 'micro-batch')} a step"
+    parts_text = "several micro-batches or data ranks" if parts is None else f"{plural(parts, 'micro-batch')} a step"
     if practice.token_weighted_loss is None:
         return unknown(
-            f"how {practice.trainer} normalises a loss over {over} is not known",
+            f"how {practice.trainer} normalises a loss over {parts_text} is not known",
             fix="compare the loss of one step with and without accumulation on sequences of unequal length",
         )
     where = (practice.sources or {}).get("token_weighted_loss", "")
-    noted = (where,) if where else ()
+    source = (where,) if where else ()
     if practice.token_weighted_loss:
-        return passed(f"{practice.trainer} divides the loss of {over} by all valid tokens", formula=noted)
+        return passed(f"{practice.trainer} divides the loss of {parts_text} by all valid tokens", formula=source)
     unequal = _uneven_sequences(evidence)
     return failed(
-        f"{practice.trainer} averages the means of {over}, so tokens of padded or masked sequences count more",
-        formula=noted,
+        f"{practice.trainer} averages the means of {parts_text}, so tokens of padded or masked sequences count more",
+        formula=source,
         value="mean of means",
         threshold="sum over valid tokens",
-        at="" if evidence.is_foreign else "batch.micro",  # a habit of that trainer, whatever its batch
+        at="" if evidence.is_foreign else "batch.micro",  # default behaviour of that trainer, whatever its batch
         severity="error" if unequal else "warning",
         impact=Impact(note="no time lost, but the model learns from other weights than those of one large batch"),
         fix="set --calculate-per-token-loss (calculate_per_token_loss: true)"
@@ -41,7 +41,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _uneven_sequences(evidence: Evidence) -> bool:
-    """Whether the log shows that sequences are not all full: then the two means really differ."""
+    """Return whether the log has steps of incomplete sequences: then the mean of means differs from the true mean."""
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is None or not steps.tokens or evidence.job is None:
         return False

@@ -1,4 +1,4 @@
-"""BAT003: the batch is not far past the gradient noise scale."""
+"""BAT003: the batch is not far larger than the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
-    """Batch over noise scale at the end of the log, and how the noise scale grew."""
+    """Compare the batch with the last noise scale of the log, and check how the noise scale grew."""
     if evidence.plan is not None and evidence.plan.layout.data * evidence.plan.layout.accumulation < 2:
         return exempt("one micro-batch a step: the noise scale needs two batch sizes to compare")
     noise = evidence.the_log.noise
@@ -24,12 +24,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         return unknown(
             "the log has no gradient noise scale", fix="train with two data ranks or two micro-batches a step"
         )
-    steps, least = steps_of(evidence.the_log), limits.number("least_steps")
-    if steps < least:
-        statement = (
+    steps, least_steps = steps_of(evidence.the_log), limits.number("least_steps")
+    if steps < least_steps:
+        message = (
             f"the batch is {evidence.the_job.batch.global_sequences:,} and the noise scale {noise.last:,.3g} sequences"
         )
-        return exempt(f"{statement} after {plural(steps, 'step')}: reported, not judged before {least:,.0f}")
+        return exempt(f"{message} after {plural(steps, 'step')}: reported, not judged before {least_steps:,.0f}")
     if noise.count < limits.number("least_count") or noise.last <= 0:
         return unknown(
             f"{plural(noise.count, 'estimate')} of the noise scale, last {noise.last:.3g}: too few, or no signal yet",
@@ -40,39 +40,42 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
 
 def _judge_size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
     assert noise.last is not None
-    batch, most = evidence.the_job.batch.global_sequences, limits.number("most_ratio")
+    batch, max_ratio = evidence.the_job.batch.global_sequences, limits.number("most_ratio")
     ratio = batch / noise.last
     efficiency = 1 / (1 + ratio)
     formula = (
-        f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {most:g};  "
+        f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {max_ratio:g};  "
         f"token efficiency 1 / (1 + {ratio:.2f}) = {efficiency:.0%}",
     )
-    statement = f"the batch is {ratio:.2f}x the noise scale"
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
-    smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * most))))
+    message = f"the batch is {ratio:.2f}x the noise scale"
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x")
+    # The largest power of two within the limit.
+    smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * max_ratio))))
     return failed(
-        f"{statement}: a token teaches {efficiency:.0%} of what it would in a small batch",
+        f"{message}: a token teaches {efficiency:.0%} of what it would in a small batch",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         at="batch.global_sequences",
-        impact=evidence.loses(1 - efficiency * (1 + most), "tokens that a batch at the limit would not have needed"),
+        impact=evidence.loses(
+            1 - efficiency * (1 + max_ratio), "tokens that a batch at the limit would not have needed"
+        ),
         fix="a smaller batch, or smaller ones early in training ([[batch.ramp]])",
         edits=(Edit(key="batch.global_sequences", value=smaller, safe=False, note="at most the noise scale"),),
     )
 
 
 def _judge_ramp(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> tuple[Outcome, ...]:
-    growth, most = noise.growth, limits.number("most_growth")
-    if growth is None or not math.isfinite(growth) or growth <= most or evidence.the_job.batch.ramp:
+    growth, max_growth = noise.growth, limits.number("most_growth")
+    if growth is None or not math.isfinite(growth) or growth <= max_growth or evidence.the_job.batch.ramp:
         return ()
     return (
         failed(
             f"the noise scale grew {growth:.1f}x and the batch stayed as it was",
             value=growth,
-            threshold=most,
+            threshold=max_growth,
             unit="x",
             at="batch.ramp",
             severity="info",

@@ -11,47 +11,53 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The bubble over the time of the micro-batches."""
+    """Compare the pipeline bubble with the time of the micro-batches."""
     layout = evidence.the_plan.layout
     if layout.pipeline <= 1:
         return exempt("one stage: a pipeline of one has no bubble")
     zero_bubble = layout.schedule == "zero-bubble"
-    left = limits.number("zero_bubble_left") if zero_bubble else 1.0
+    bubble_share = limits.number("zero_bubble_left") if zero_bubble else 1.0
     chunks, count = max(1, layout.virtual_pipeline), max(1, layout.accumulation)
     fill = max(1, evidence.practice.pipeline_fill or count)
-    drained = fill < count  # several times a step: each time it fills again
+    # Several times a step; the pipeline fills again each time.
+    drained = fill < count
     count = min(count, fill)
-    ratio = left * (layout.pipeline - 1) / (chunks * count)
-    most = limits.number("most_ratio")
-    shrunk = f"{left:.2f} × " if zero_bubble else ""
+    ratio = bubble_share * (layout.pipeline - 1) / (chunks * count)
+    max_ratio = limits.number("most_ratio")
+    shrunk = f"{bubble_share:.2f} × " if zero_bubble else ""
     formula = (
         f"{shrunk}(pp − 1) / (v · m) = {shrunk}({layout.pipeline} − 1) / ({chunks} × {count}) = {ratio:.3f}, "
-        f"at most {most:g}",
+        f"at most {max_ratio:g}",
         *(
             [f"drained after {count:,} of the {plural(layout.accumulation, 'micro-batch')} of a step"]
             if drained
             else []
         ),
     )
-    statement = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most)
-    wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
-    # The largest smaller micro-batch that makes enough of them; 0 where there is none.
-    share = layout.micro_batch * count
-    sizes = [size for size in range(1, layout.micro_batch) if share % size == 0 and share // size >= wanted]
+    message = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio)
+    needed_count = math.ceil(bubble_share * (layout.pipeline - 1) / (chunks * max_ratio)) if max_ratio > 0 else count
+    # The largest smaller micro-batch that gives enough micro-batches; 0 where there is none.
+    rank_sequences = layout.micro_batch * count
+    sizes = [
+        size
+        for size in range(1, layout.micro_batch)
+        if rank_sequences % size == 0 and rank_sequences // size >= needed_count
+    ]
     smaller = max(sizes, default=0)
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{message}, more than {max_ratio:.0%}",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         at="batch.micro" if smaller else "parallel.pipeline",
         impact=evidence.loses(
-            ratio / (1 + ratio) - most / (1 + most), "idle stages, beside a bubble at the limit; other parts unchanged"
+            ratio / (1 + ratio) - max_ratio / (1 + max_ratio),
+            "idle stages, beside a bubble at the limit; other parts unchanged",
         ),
-        fix=_bubble_fix(evidence, wanted, drained=drained),
-        edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{wanted:,} micro-batches or more"),)
+        fix=_bubble_fix(evidence, needed_count, drained=drained),
+        edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{needed_count:,} micro-batches or more"),)
         if smaller
         else (),
     )
@@ -60,9 +66,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 def _bubble_fix(evidence: Evidence, wanted: int, *, drained: bool) -> str:
     if not drained:
         return f"{wanted:,} micro-batches a step: a smaller batch.micro, a larger batch, or fewer stages"
-    theirs = evidence.their_keys.get("batch.fill", "")
-    said = f" ({theirs})" if theirs else ""
-    return f"{wanted:,} micro-batches before it is drained{said}, smaller ones, or fewer stages"
+    setting_name = evidence.their_keys.get("batch.fill", "")
+    hint = f" ({setting_name})" if setting_name else ""
+    return f"{wanted:,} micro-batches before it is drained{hint}, smaller ones, or fewer stages"
 
 
 RULE = Rule(

@@ -1,4 +1,4 @@
-"""CKP001: the checkpoint interval is near Daly's optimum, and a last checkpoint fits into the grace of a SIGTERM."""
+"""CKP001: the checkpoint interval is near Daly's optimum, and a last save fits into the grace of a SIGTERM."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ KEY = "checkpoint.interval_s"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """What the optimum is made of: from the plan, or as far as possible measured."""
+    """The numbers that determine the optimum: from the plan, or measured where possible."""
 
-    blocking_s: float  # δ
-    mtbf_s: float  # M
-    lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
-    persist_s: float  # until a checkpoint is written
+    blocking_s: float  # δ, seconds that training stands still for a checkpoint
+    mtbf_s: float  # M, mean time between failures
+    lag_s: float  # lower bound of the optimum: the checkpoint before must be on disk
+    persist_s: float  # seconds until a checkpoint is written
     interval_s: float
-    length_s: float  # of the job: no interval is longer
-    delta: str  # how the two are told
+    length_s: float  # of the job; no interval is longer
+    delta: str  # text that states δ
+    # Text that states M.
     rate: str
 
     @property
     def best_s(self) -> float:
-        """Daly's optimum."""
+        """Daly's optimal interval in seconds, at least `lag_s`."""
         return max(daly_interval(self.blocking_s, self.mtbf_s), self.lag_s)
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The interval, by measured numbers where there are any; and the grace."""
+    """Check the interval, with measured numbers where they exist, and the grace time."""
     plan, log = evidence.the_plan, evidence.log
     numbers = planned_numbers(plan)
     if log is not None:
@@ -54,7 +55,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def planned_numbers(plan: Plan) -> Numbers:
-    """The plan's own numbers."""
+    """Return the numbers of the plan."""
     r = plan.reliability
     return Numbers(
         blocking_s=r.blocking_s,
@@ -70,32 +71,33 @@ def planned_numbers(plan: Plan) -> Numbers:
 
 
 def measured_numbers(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
-    """The run's numbers; None while it has saved too rarely to tell."""
-    seen, own, least = log.checkpoints, planned_numbers(evidence.the_plan), limits.number("least_saves")
-    if seen is None or seen.blocked_s is None or seen.interval_saves < least:
+    """Return the numbers of the run; None while it has too few saves."""
+    checkpoints, planned, min_saves = log.checkpoints, planned_numbers(evidence.the_plan), limits.number("least_saves")
+    if checkpoints is None or checkpoints.blocked_s is None or checkpoints.interval_saves < min_saves:
         return None
     interval = evidence.the_job.checkpoint.interval_s
-    if isinstance(interval, str):  # the trainer follows what it measures: so do we
-        if seen.interval_s is None or seen.interval_s.count < least:
+    # With "auto", the trainer follows its own measurement; the rule uses the measured interval.
+    if isinstance(interval, str):
+        if checkpoints.interval_s is None or checkpoints.interval_s.count < min_saves:
             return None
-        interval = seen.interval_s.p50
-    # A rank that comes back from a copy in memory lost a step: no checkpoint on disk would have helped it.
-    # Those of a drill were made on purpose.
-    count = 0 if log.is_drill else sum(one.source != "memory" for one in log.incidents)
-    wall_s, mtbf_s, rate = log.wall_s or 0.0, own.mtbf_s, own.rate
+        interval = checkpoints.interval_s.p50
+    # A rank restored from a copy in memory lost one step; a checkpoint on disk would not have helped. Failures of a
+    # drill were injected.
+    count = 0 if log.is_drill else sum(incident.source != "memory" for incident in log.incidents)
+    wall_s, mtbf_s, rate = log.wall_s or 0.0, planned.mtbf_s, planned.rate
     if count >= limits.number("least_failures") and wall_s > 0:
         mtbf_s = wall_s / count
         rate = (
             f"M = {wall_s:,.0f} s / {plural(count, 'failure')} of this run that memory did not mend = {mtbf_s:,.0f} s"
         )
     return Numbers(
-        blocking_s=seen.blocked_s.p50,
+        blocking_s=checkpoints.blocked_s.p50,
         mtbf_s=mtbf_s,
-        lag_s=seen.persist_s.p50 if seen.persist_s is not None else own.lag_s,
-        persist_s=seen.persist_s.p95 if seen.persist_s is not None else own.persist_s,
+        lag_s=checkpoints.persist_s.p50 if checkpoints.persist_s is not None else planned.lag_s,
+        persist_s=checkpoints.persist_s.p95 if checkpoints.persist_s is not None else planned.persist_s,
         interval_s=float(interval),
-        length_s=max(own.length_s, wall_s),
-        delta=f"δ = {seen.blocked_s.p50:.3g} s measured",
+        length_s=max(planned.length_s, wall_s),
+        delta=f"δ = {checkpoints.blocked_s.p50:.3g} s measured",
         rate=rate,
     )
 
@@ -113,34 +115,35 @@ def _judge_interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     if n.rate == planned_numbers(evidence.the_plan).rate and (missing := unmeasured_rate(evidence)) is not None:
         return missing
     ratio = interval_s / best_s
-    off = max(ratio, 1 / ratio)
+    # Too long and too short count alike.
+    deviation = max(ratio, 1 / ratio)
     formula = (
         n.rate,
         f"τ* = Daly({n.delta}, M) = {_span_text(best_s)};  τ/τ* = {ratio:.2f}",
         *_small_jobs(evidence, limits, n),
     )
-    statement = f"interval {_span_text(interval_s)} is {ratio:.2f}x the optimum {_span_text(best_s)}"
+    message = f"interval {_span_text(interval_s)} is {ratio:.2f}x the optimum {_span_text(best_s)}"
     if interval_s < n.interval_s:
-        statement = (
+        message = (
             f"interval {_span_text(n.interval_s)} is longer than the run: its one save, at the end, comes after "
             f"{ratio:.2f}x the optimum {_span_text(best_s)}"
         )
-    if off <= limits.number("warn_ratio"):
-        return passed(statement, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
-    now, best = (checkpoint_overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
-    wrong = off > limits.number("error_ratio")
+    if deviation <= limits.number("warn_ratio"):
+        return passed(message, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
+    overhead, best_overhead = (checkpoint_overhead(n.blocking_s, tau_s, n.mtbf_s) for tau_s in (interval_s, best_s))
+    is_error = deviation > limits.number("error_ratio")
     persist_s = n.persist_s
     cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
     edits = interval_edits(evidence, cost, "Daly's optimum")
     return failed(
-        statement,
-        formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
+        message,
+        formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, overhead):.1%}, at the optimum {best_overhead:.1%}"),
         value=ratio,
-        threshold=limits.number("error_ratio" if wrong else "warn_ratio"),
+        threshold=limits.number("error_ratio" if is_error else "warn_ratio"),
         unit="x",
         at="checkpoint.interval_s",
-        severity="error" if wrong else "warning",
-        impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
+        severity="error" if is_error else "warning",
+        impact=evidence.loses(overhead - best_overhead, "checkpoints and work redone, beside those at the optimum"),
         fix=""
         if edits
         else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_span_text(best_s)}",
@@ -149,17 +152,17 @@ def _judge_interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
 
 
 def _checkpoints_off(evidence: Evidence, n: Numbers) -> Outcome:
-    """Checkpoints are off: a failure costs all work so far, and at the end nothing is kept."""
-    statement = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
-    theirs = evidence.their_keys.get(KEY)
-    turn_on = f"turn them on ({theirs})" if theirs else "turn them on"
+    """Return the failure for a job without checkpoints: a failure costs all work so far, and the end saves nothing."""
+    message = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
+    setting_name = evidence.their_keys.get(KEY)
+    turn_on = f"turn them on ({setting_name})" if setting_name else "turn them on"
     if not (n.mtbf_s > 0 and 0 <= n.length_s < math.inf and math.isfinite(n.best_s)):
         note = Impact(note="how long the job takes, or how often a host fails, is not a number")
-        return failed(statement, at=KEY, severity="warning", impact=note, fix=turn_on)
+        return failed(message, at=KEY, severity="warning", impact=note, fix=turn_on)
     length_s, best_s = n.length_s, n.best_s
     now = checkpoint_overhead(0.0, length_s, n.mtbf_s)
     return failed(
-        statement,
+        message,
         formula=(
             n.rate,
             f"{format_seconds(length_s)} of work; half of it at a failure: {min(1.0, now):.2%} of the time",
@@ -175,9 +178,9 @@ def _checkpoints_off(evidence: Evidence, n: Numbers) -> Outcome:
 
 
 def _small_jobs(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
-    """What small jobs saw: more failures than their share of a large one's, unless the rate is their own."""
-    own = is_rate_given(evidence.the_plan) or n.rate != planned_numbers(evidence.the_plan).rate
-    if own or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
+    """Return a line on the higher failure rate of small jobs; empty if the rate is the user's own or measured."""
+    is_own_rate = is_rate_given(evidence.the_plan) or n.rate != planned_numbers(evidence.the_plan).rate
+    if is_own_rate or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
         return ()
     factor = limits.number("small_factor")
     best_s = max(daly_interval(n.blocking_s, n.mtbf_s / factor), n.lag_s)
@@ -192,7 +195,7 @@ def _span_text(seconds: float) -> str:
 
 
 def _judge_grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The step that runs, and a save, within fault.grace_s; nothing is known of what another trainer does."""
+    """Check that the current step and a save fit into fault.grace_s; not known for another trainer."""
     key, grace_s = "fault.grace_s", evidence.the_job.fault.grace_s
     if not evidence.stated(key):
         return ()
@@ -202,13 +205,13 @@ def _judge_grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if not math.isfinite(need_s):
         return (unknown("how long a save takes is not a number", fix="plan the job again: phalanx plan JOB", at=key),)
     room = limits.number("grace_room")
-    statement = f"step and save take {_span_text(need_s)} of the {grace_s:g} s after a SIGTERM"
+    message = f"step and save take {_span_text(need_s)} of the {grace_s:g} s after a SIGTERM"
     if need_s * room <= grace_s:
-        return (passed(statement, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
+        return (passed(message, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
     half_s = min(evidence.the_plan.reliability.interval_s, job_s(evidence.the_plan)) / 2
     return (
         failed(
-            f"{statement}: the last checkpoint is cut off",
+            f"{message}: the last checkpoint is cut off",
             formula=(formula,),
             value=need_s,
             threshold=grace_s / room,
@@ -232,25 +235,27 @@ def _judge_grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _needed_seconds(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
-    r, seen = plan.reliability, log.checkpoints if log is not None else None
-    # What a save at a SIGTERM takes is seen in those as well as in the ones that were due.
-    blocked = _slowest_save(seen.blocked_s, seen.final_blocked_s) if seen is not None else None
-    persist = _slowest_save(seen.persist_s, seen.final_persist_s) if seen is not None else None
+    r, checkpoints = plan.reliability, log.checkpoints if log is not None else None
+    # The time of a save at a SIGTERM is estimated from such saves as well as from those that were due.
+    blocked = _slowest_save(checkpoints.blocked_s, checkpoints.final_blocked_s) if checkpoints is not None else None
+    persist = _slowest_save(checkpoints.persist_s, checkpoints.final_persist_s) if checkpoints is not None else None
     if log is None or blocked is None or persist is None:
-        step_s, blocked_s, persist_s, how = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
-        blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0  # a save that blocks is its persisting
+        step_s, blocked_s, persist_s, source = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
+        blocked_s = (
+            blocked_s if plan.job.checkpoint.asynchronous else 0.0
+        )  # a synchronous save blocks for as long as it writes, which is counted below
     else:
         steady = log.steps.duration_s if log.steps is not None else None
         step_s = steady.p95 if steady is not None else plan.prediction.step_s
-        blocked_s, persist_s, how = blocked, persist, "measured"
+        blocked_s, persist_s, source = blocked, persist, "measured"
         blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0
     total_s = step_s + blocked_s + persist_s
     parts = f"step {step_s:.3g} s + staging {blocked_s:.3g} s + writing {persist_s:.3g} s"
-    return total_s, f"{parts} = {total_s:.3g} s, {how}"
+    return total_s, f"{parts} = {total_s:.3g} s, {source}"
 
 
 def _slowest_save(*spreads: Spread | None) -> float | None:
-    return max((one.p95 for one in spreads if one is not None), default=None)
+    return max((spread.p95 for spread in spreads if spread is not None), default=None)
 
 
 RULE = Rule(

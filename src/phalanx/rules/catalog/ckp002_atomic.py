@@ -17,25 +17,25 @@ TORN = Impact(note="a restore may load half a checkpoint, or none: all work sinc
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """How it is known to save, what the run's log shows, and what a drill proved."""
+    """Check the known behaviour of the trainer, the run's log, and the drills."""
     log = evidence.log.checkpoints if evidence.log is not None else None
-    seen = (_judge_log(evidence, log),) if log is not None else ()
-    habit = _judge_trainer(evidence)
-    if not is_asked(evidence, habit):
-        return (habit, *seen)
-    return (habit, *seen, _judge_drills(evidence, limits))
+    from_log = (_judge_log(evidence, log),) if log is not None else ()
+    trainer_outcome = _judge_trainer(evidence)
+    if not is_asked(evidence, trainer_outcome):
+        return (trainer_outcome, *from_log)
+    return (trainer_outcome, *from_log, _judge_drills(evidence, limits))
 
 
 def _judge_drills(evidence: Evidence, limits: Limits) -> Outcome:
-    """The newest drill of a save must have gone well, and drills together must have hit every point of it."""
-    found = judge_drill(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
+    """Require that the newest drill of a save passed, and that all drills together hit every point of a save."""
+    outcome = judge_drill(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
     counted = counted_records(evidence.drills, profile=evidence.profile.name)
-    points = {point for one in counted if one.clean for point in one.save_points}
-    least = limits.number("least_points")
-    if found.verdict == "pass" and len(points) < least:
-        hit = ", ".join(sorted(points)) or "none"
-        return unknown(f"drills killed a save at {len(points)} of its {least:.0f} points: {hit}", fix=SUITE)
-    return found
+    points = {point for drill in counted if drill.clean for point in drill.save_points}
+    min_points = limits.number("least_points")
+    if outcome.verdict == "pass" and len(points) < min_points:
+        hit_points = ", ".join(sorted(points)) or "none"
+        return unknown(f"drills killed a save at {len(points)} of its {min_points:.0f} points: {hit_points}", fix=SUITE)
+    return outcome
 
 
 def _judge_trainer(evidence: Evidence) -> Outcome:
@@ -64,14 +64,14 @@ def _judge_log(evidence: Evidence, log: CheckpointFacts) -> Outcome:
         "commits without anything staged": (log.commits_without_stage, log.disorder_spot),
         "folders that look committed and lack their manifest": (log.incomplete or 0, None),
     }
-    bad = {what: spot for what, (count, spot) in faults.items() if count}
-    if not bad:
+    spots = {fault: spot for fault, (count, spot) in faults.items() if count}
+    if not spots:
         return passed(f"commits: {log.commits:,}, restores: {log.restores:,}, in order", value=0, threshold=0)
     return failed(
-        "; ".join(f"{faults[what][0]:,} {what}" for what in bad),
+        "; ".join(f"{faults[fault][0]:,} {fault}" for fault in spots),
         value=sum(count for count, _ in faults.values()),
         threshold=0,
-        at=next((spot for spot in bad.values() if spot is not None), ""),
+        at=next((spot for spot in spots.values() if spot is not None), ""),
         impact=TORN,
         fix="resume from the newest folder that has its manifest, and not from these",
     )

@@ -1,4 +1,4 @@
-"""CKP003: what is restored is verified, and there is one to fall back to."""
+"""CKP003: a restore verifies the checkpoint, and an older checkpoint exists to fall back to."""
 
 from __future__ import annotations
 
@@ -17,38 +17,43 @@ WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs c
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """How many are kept, whether they are verified, and whether a damaged one was refused."""
-    kept, verified, left = (
+    """Check that enough checkpoints are kept, that a restore verifies them, and that a drill refused a damaged one."""
+    count, verified, from_folder = (
         _judge_count(evidence, limits),
         _judge_verification(evidence),
         _judge_folder(evidence, limits),
     )
     if not is_asked(evidence, verified):
-        return (kept, verified, *left)
-    what = "a restore that meets a damaged checkpoint"
-    return (kept, verified, *left, judge_drill(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
+        return (count, verified, *from_folder)
+    message = "a restore that meets a damaged checkpoint"
+    return (
+        count,
+        verified,
+        *from_folder,
+        judge_drill(evidence, limits.words("damage_faults"), what=message, harm=WRONG),
+    )
 
 
 def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
-    key, keep, least = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
+    key, keep, min_kept = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
     if evidence.practice.saves is False:
         return exempt("checkpoints are off: there are none to keep")
     if missing := unstated_key(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
         return missing
-    if keep >= least:
-        return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=least, at=key)
+    if keep >= min_kept:
+        return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=min_kept, at=key)
     return failed(
         f"{keep} checkpoint is kept: when it is damaged there is none to fall back to",
         value=keep,
-        threshold=least,
+        threshold=min_kept,
         at=key,
         impact=_half_job(evidence),
-        edits=(Edit(key=key, value=int(least), safe=True, note="one to fall back to"),),
+        edits=(Edit(key=key, value=int(min_kept), safe=True, note="one to fall back to"),),
     )
 
 
 def _half_job(evidence: Evidence) -> Impact:
-    """Half of the job on average; no points, since nobody publishes how often a checkpoint is damaged."""
+    """Return half of the job as the average cost; no points, since no rate of damaged checkpoints is published."""
     wall_s = evidence.wall_s
     half = f", {format_seconds(wall_s / 2)} on average" if wall_s and math.isfinite(wall_s) else ""
     return Impact(note=f"if it is damaged once, all work so far{half}; how often that happens is not published")
@@ -73,21 +78,25 @@ def _judge_verification(evidence: Evidence) -> Outcome:
 
 
 def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What the folder of a run holds."""
-    seen = evidence.log.checkpoints if evidence.log is not None else None
-    if seen is None or seen.kept is None:
+    """Check how many checkpoints the folder of the run holds."""
+    checkpoints = evidence.log.checkpoints if evidence.log is not None else None
+    if checkpoints is None or checkpoints.kept is None:
         return ()
-    due = min(seen.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
-    if seen.kept >= due:
+    due = min(checkpoints.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
+    if checkpoints.kept >= due:
         return (
-            passed(f"of {plural(seen.commits, 'commit')} {seen.kept} are kept, whole", value=seen.kept, threshold=due),
+            passed(
+                f"of {plural(checkpoints.commits, 'commit')} {checkpoints.kept} are kept, whole",
+                value=checkpoints.kept,
+                threshold=due,
+            ),
         )
-    if seen.kept + len(seen.given_up) >= due:
-        return (_judge_rollback(seen, evidence, due),)
+    if checkpoints.kept + len(checkpoints.given_up) >= due:
+        return (_judge_rollback(checkpoints, evidence, due),)
     return (
         failed(
-            f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",
-            value=seen.kept,
+            f"{checkpoints.commits:,} checkpoints were committed and {checkpoints.kept} are there",
+            value=checkpoints.kept,
             threshold=due,
             impact=_half_job(evidence),
             fix="find out what deletes them: a quota, a clean-up job, or another run in the same folder",
@@ -96,16 +105,16 @@ def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_rollback(seen: CheckpointFacts, evidence: Evidence, due: int) -> Outcome:
-    """A folder in which only what a roll-back set aside is missing."""
+    """Return the outcome for a folder in which only checkpoints that a roll-back set aside are missing."""
     steps = ", ".join(f"{step:,}" for step in seen.given_up[:NAMED])
     more = f" and {len(seen.given_up) - NAMED} more" if len(seen.given_up) > NAMED else ""
-    what = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"
+    message = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"
     if seen.kept:
         return passed(
-            f"of {plural(seen.commits, 'commit')} {seen.kept} is kept: {what}", value=seen.kept, threshold=due
+            f"of {plural(seen.commits, 'commit')} {seen.kept} is kept: {message}", value=seen.kept, threshold=due
         )
     return failed(
-        f"{seen.commits:,} checkpoints were committed and none can be restored: {what}",
+        f"{seen.commits:,} checkpoints were committed and none can be restored: {message}",
         value=0,
         threshold=due,
         impact=_half_job(evidence),

@@ -1,4 +1,4 @@
-"""CKP004: saving is cheap, and never piles up."""
+"""CKP004: saving is cheap, and saves do not pile up."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Stall and backlog, measured where the run has saved often enough; then room on disk and in memory."""
-    seen = evidence.log.checkpoints if evidence.log is not None else None
+    """Check stall and backlog, measured after enough saves, then space on disk and in host memory."""
+    checkpoints = evidence.log.checkpoints if evidence.log is not None else None
     missing = unstated_key(evidence, "checkpoint.interval_s", f"how often {evidence.practice.trainer} saves")
     if missing is not None:
-        return (missing, *_judge_disk(evidence, limits, seen), *_judge_memory(evidence, limits))
+        return (missing, *_judge_disk(evidence, limits, checkpoints), *_judge_memory(evidence, limits))
     if evidence.practice.saves is False:
         return (exempt("checkpoints are off, and nothing waits for them: CKP001 says what that costs"),)
-    times = _measured_times(seen, limits) or _planned_times(evidence)
+    times = _measured_times(checkpoints, limits) or _planned_times(evidence)
     if times is None:
-        rest: tuple[Outcome, ...] = (
+        time_outcomes: tuple[Outcome, ...] = (
             exempt("the job ends before its first interval: only the last checkpoint is taken"),
         )
-    elif not all(math.isfinite(one) for one in times[:3]):
-        rest = (unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB"),)
+    elif not all(math.isfinite(seconds) for seconds in times[:3]):
+        time_outcomes = (unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB"),)
     else:
-        rest = (_judge_stall(evidence, limits, *times), _judge_backlog(evidence, limits, *times))
+        time_outcomes = (_judge_stall(evidence, limits, *times), _judge_backlog(evidence, limits, *times))
     return (
-        *rest,
-        *_judge_saves(evidence, seen),
-        *_judge_disk(evidence, limits, seen),
+        *time_outcomes,
+        *_judge_saves(evidence, checkpoints),
+        *_judge_disk(evidence, limits, checkpoints),
         *_judge_memory(evidence, limits),
     )
 
 
-Times = tuple[float, float, float, str]  # blocked, persist, interval, how they are known
+# Blocked, persist and interval in seconds, and the source of the numbers.
+Times = tuple[float, float, float, str]
 
 
 def _planned_times(evidence: Evidence) -> Times | None:
@@ -63,63 +64,65 @@ def _measured_times(seen: CheckpointFacts | None, limits: Limits) -> Times | Non
 def _judge_stall(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
-    share, most = blocked_s / interval_s, limits.number("most_stall")
+    share, max_stall = blocked_s / interval_s, limits.number("most_stall")
     formula = (f"δ/τ = {blocked_s:.3g} s / {interval_s:,.0f} s = {share:.2%}, {how}",)
-    statement = f"training stands still for checkpoints {share:.2%} of the time"
-    if share <= most:
-        return passed(statement, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
+    message = f"training stands still for checkpoints {share:.2%} of the time"
+    if share <= max_stall:
+        return passed(message, formula=formula, value=share, threshold=max_stall, at="checkpoint.interval_s")
     edits = _cheaper_saves(evidence, _save_cost(evidence, blocked_s, persist_s))
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{message}, more than {max_stall:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_stall,
         at=edits[0].key if edits else "checkpoint.interval_s",
         severity="warning",
-        impact=evidence.loses(share - most, "beyond the share that a checkpoint may cost"),
+        impact=evidence.loses(share - max_stall, "beyond the share that a checkpoint may cost"),
         fix="" if edits else "a faster copy to host memory, or fewer bytes per host: more hosts",
         edits=edits,
     )
 
 
 def _save_cost(evidence: Evidence, blocked_s: float, persist_s: float) -> SaveCost:
-    """Of the saves as they were judged."""
+    """Return the costs of the saves that were judged."""
     lag_s = persist_s if evidence.the_job.checkpoint.asynchronous else 0.0
     mtbf_s = evidence.the_plan.reliability.mtbf_s
     return SaveCost(blocked_s=blocked_s, persist_s=persist_s, mtbf_s=mtbf_s, lag_s=lag_s)
 
 
 def _cheaper_saves(evidence: Evidence, cost: SaveCost) -> tuple[Edit, ...]:
-    """Write while training goes on, with an interval that suits that; else an interval that suits this."""
+    """Return edits for asynchronous saves with a suitable interval, or else for a longer interval."""
     checkpoint = evidence.the_job.checkpoint
     if checkpoint.asynchronous:
         return interval_edits(evidence, cost, "near Daly's optimum")
-    aside = Edit(key="checkpoint.async", value=True, safe=True, note="write while training goes on")
-    after = planned_cost(evidence, asynchronous=True)
-    if isinstance(checkpoint.interval_s, str) or suits_rules(evidence, after, checkpoint.interval_s):
-        return (aside,)
-    with_it = interval_edits(evidence, after, "Daly's optimum for that")
-    return (aside, *with_it) if with_it else ()
+    make_async = Edit(key="checkpoint.async", value=True, safe=True, note="write while training goes on")
+    async_cost = planned_cost(evidence, asynchronous=True)
+    if isinstance(checkpoint.interval_s, str) or suits_rules(evidence, async_cost, checkpoint.interval_s):
+        return (make_async,)
+    interval_edit = interval_edits(evidence, async_cost, "Daly's optimum for that")
+    return (make_async, *interval_edit) if interval_edit else ()
 
 
 def _judge_backlog(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
-    share, most = persist_s / interval_s, limits.number("most_persist")
+    share, max_persist = persist_s / interval_s, limits.number("most_persist")
     formula = (f"W/τ = {persist_s:.3g} s / {interval_s:,.0f} s = {share:.2f}, {how}",)
-    statement = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
-    if share <= most:
-        return passed(statement, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
+    message = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
+    if share <= max_persist:
+        return passed(
+            message, formula=formula, value=share, threshold=max_persist, unit="x", at="checkpoint.interval_s"
+        )
     edits = interval_edits(evidence, _save_cost(evidence, blocked_s, persist_s), "near Daly's optimum")
     return failed(
-        f"{statement}: the next one begins before it is written",
+        f"{message}: the next one begins before it is written",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_persist,
         unit="x",
         at="checkpoint.interval_s",
         impact=evidence.loses(
-            (persist_s - most * interval_s) / persist_s, "training waits for the disk, save after save"
+            (persist_s - max_persist * interval_s) / persist_s, "training waits for the disk, save after save"
         ),
         fix="" if edits else "faster storage, or fewer bytes per host: more hosts",
         edits=edits,
@@ -127,10 +130,10 @@ def _judge_backlog(
 
 
 def _judge_saves(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
-    """Saves of the run that failed, or began before the one before was done."""
-    found = []
+    """Return failures for saves that failed, or that began before the previous one was committed."""
+    outcomes = []
     if seen is not None and seen.errors:
-        found.append(
+        outcomes.append(
             failed(
                 f"{plural(seen.errors, 'save')} failed",
                 value=seen.errors,
@@ -142,7 +145,7 @@ def _judge_saves(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outc
             )
         )
     if seen is not None and seen.overlapping:
-        found.append(
+        outcomes.append(
             failed(
                 f"{plural(seen.overlapping, 'save')} began while the one before was not committed",
                 value=seen.overlapping,
@@ -153,11 +156,14 @@ def _judge_saves(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outc
                 fix="a longer checkpoint.interval_s, or faster storage",
             )
         )
-    return tuple(found)
+    return tuple(outcomes)
 
 
 def _exposed_work(evidence: Evidence, count: int) -> Impact:
-    """A failure in the interval after a save that failed costs that interval too: τ with a chance of τ/M, each time."""
+    """Return the impact of failed saves.
+
+    A failure in the interval after a failed save costs that interval too: τ, with the probability τ/M.
+    """
     r = evidence.the_plan.reliability
     if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):
         return Impact(note="the newest checkpoint was older than the interval allows")
@@ -167,25 +173,30 @@ def _exposed_work(evidence: Evidence, count: int) -> Impact:
 
 
 def _judge_disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
-    """Room for the checkpoints that are kept and the one being written, where somebody has looked."""
-    size, free, there = _disk_space(evidence, seen)
-    if free is None or not math.isfinite(free) or not math.isfinite(size) or "://" in evidence.the_job.checkpoint.path:
+    """Check that the disk has space for the kept checkpoints and the one being written, where the space is known."""
+    size, free_space, existing = _disk_space(evidence, seen)
+    if (
+        free_space is None
+        or not math.isfinite(free_space)
+        or not math.isfinite(size)
+        or "://" in evidence.the_job.checkpoint.path
+    ):
         return ()
     keep = evidence.the_job.checkpoint.keep
-    need = max(0.0, keep + limits.number("drafts") - there) * size
+    need = max(0.0, keep + limits.number("drafts") - existing) * size
     formula = (
-        f"({keep} kept + {limits.number('drafts'):.0f} being written − {there} there) × {format_bytes(size)} = "
-        f"{format_bytes(need)}; free {format_bytes(free)}",
+        f"({keep} kept + {limits.number('drafts'):.0f} being written − {existing} there) × {format_bytes(size)} = "
+        f"{format_bytes(need)}; free {format_bytes(free_space)}",
     )
-    if need <= free:
-        statement = f"{format_bytes(free)} are free, checkpoints take {format_bytes(need)}"
-        return (passed(statement, formula=formula, value=need, threshold=free, unit="B", at="checkpoint.path"),)
+    if need <= free_space:
+        message = f"{format_bytes(free_space)} are free, checkpoints take {format_bytes(need)}"
+        return (passed(message, formula=formula, value=need, threshold=free_space, unit="B", at="checkpoint.path"),)
     return (
         failed(
-            f"checkpoints take {format_bytes(need)}, and {format_bytes(free)} are free",
+            f"checkpoints take {format_bytes(need)}, and {format_bytes(free_space)} are free",
             formula=formula,
             value=need,
-            threshold=free,
+            threshold=free_space,
             unit="B",
             at="checkpoint.path",
             impact=Impact(note="no new checkpoint once it is full: a failure then costs all work since"),
@@ -195,7 +206,7 @@ def _judge_disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None
 
 
 def _disk_space(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, float | None, int]:
-    """(bytes of a checkpoint, free bytes, checkpoints that are already there)."""
+    """Return bytes of a checkpoint, free bytes (None: not known), and the number of existing checkpoints."""
     planned = evidence.the_plan.reliability.checkpoint_bytes
     if seen is not None and seen.free_bytes is not None:
         return seen.bytes or planned, seen.free_bytes, seen.kept or 0
@@ -203,18 +214,18 @@ def _disk_space(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float
 
 
 def _judge_memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Host memory for what is staged: two generations, so that one is whole while the other is written."""
+    """Check the host memory for staging: two generations, so that one is complete while the other is written."""
     plan, r = evidence.the_plan, evidence.the_plan.reliability
     have, need = plan.cluster.host_memory_bytes, limits.number("copies") * r.checkpoint_bytes / max(1, r.hosts)
     if not have or not math.isfinite(need) or not plan.job.checkpoint.asynchronous:
         return ()
     formula = (f"{limits.number('copies'):.0f} × {format_bytes(r.checkpoint_bytes)} / {plural(r.hosts, 'host')}",)
-    statement = f"staging takes {format_bytes(need)} of the {format_bytes(have)} of a host"
+    message = f"staging takes {format_bytes(need)} of the {format_bytes(have)} of a host"
     if need <= have:
-        return (passed(statement, formula=formula, value=need, threshold=have, unit="B", at="plan:reliability"),)
+        return (passed(message, formula=formula, value=need, threshold=have, unit="B", at="plan:reliability"),)
     return (
         failed(
-            statement,
+            message,
             formula=formula,
             value=need,
             threshold=have,

@@ -1,4 +1,4 @@
-"""CKP005: copies in memory lie outside the failure domain of what they are copies of."""
+"""CKP005: copies in memory lie outside the failure domain of their owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Is there such a copy, where does it lie, and does the disk still follow."""
+    """Check whether there are copies in memory, where they lie, and whether the disk still gets checkpoints."""
     place, every = evidence.practice.memory_copies, evidence.the_plan.reliability.memory_every
     if place is None and evidence.practice.trainer == "phalanx" and every:
         place = "not known"
@@ -21,8 +21,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (_unknown_copies(evidence),)
     if place == "none" or every <= 0:
         return (_without_copies(evidence, limits, "no copies in memory"),)
-    if old := _too_old(evidence, limits, every):
-        return (_goes_back(evidence, old, "error" if limits.flag("required") else "warning"),)
+    if too_old := _too_old(evidence, limits, every):
+        return (_goes_back(evidence, too_old, "error" if limits.flag("required") else "warning"),)
     return (
         _unknown_copies(evidence) if place == "not known" else _judge_placement(evidence, limits, place),
         _judge_persistence(evidence, limits),
@@ -38,10 +38,11 @@ def _unknown_copies(evidence: Evidence) -> Outcome:
 
 
 def _too_old(evidence: Evidence, limits: Limits, every: int) -> str:
-    """Copies that are older than the checkpoint on disk are none: why, or nothing."""
+    """Return why copies in memory are older than the checkpoint on disk and so of no use; empty if they are not."""
     interval_s, step_s = capped_s(evidence.the_plan), evidence.the_plan.prediction.step_s
-    asked = evidence.the_job.checkpoint.memory_every != "auto"  # "auto" is as often as it pays
-    if not (asked and every * step_s > limits.number("memory_ratio") * interval_s):
+    # "auto" chooses an interval that pays.
+    is_number = evidence.the_job.checkpoint.memory_every != "auto"
+    if not (is_number and every * step_s > limits.number("memory_ratio") * interval_s):
         return ""
     copied, saved = _span_text(every * step_s), _span_text(interval_s)
     return f"a copy in memory every {every:,} steps, {copied}, where the disk gets one every {saved}"
@@ -60,25 +61,29 @@ def _without_copies(evidence: Evidence, limits: Limits, statement: str) -> Outco
 def _goes_back(evidence: Evidence, statement: str, severity: Severity) -> Outcome:
     r = evidence.the_plan.reliability
     interval_s = capped_s(evidence.the_plan)
-    lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
-    ours = evidence.practice.trainer == "phalanx"
+    lost_share = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
+    is_phalanx = evidence.practice.trainer == "phalanx"
     return failed(
         f"{statement}: each failure of these {plural(r.hosts, 'host')} goes back to the disk",
-        formula=(f"τ/2M = {_span_text(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
+        formula=(
+            f"τ/2M = {_span_text(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost_share:.2%} of the time is done again",
+        ),
         value="none",
         threshold="other host",
         at="checkpoint.memory_every",
         severity=severity,
-        impact=evidence.loses(lost, "work since the last checkpoint on disk, at every failure"),
-        fix="" if ours else f"a trainer, or an addition to {evidence.practice.trainer}, that keeps copies in memory",
+        impact=evidence.loses(lost_share, "work since the last checkpoint on disk, at every failure"),
+        fix=""
+        if is_phalanx
+        else f"a trainer, or an addition to {evidence.practice.trainer}, that keeps copies in memory",
         edits=(Edit(key="checkpoint.memory_every", value="auto", safe=True, note="at most 1 % of the time"),)
-        if ours
+        if is_phalanx
         else (),
     )
 
 
 def _judge_placement(evidence: Evidence, limits: Limits, place: str) -> Outcome:
-    """A host is the domain; in a rack-scale machine the rack is."""
+    """Check the placement of the copies: a host is a failure domain, and in a rack-scale machine so is the rack."""
     plan, hosts = evidence.the_plan, evidence.the_plan.reliability.hosts
     racks = max(1, math.ceil(evidence.devices / max(1, plan.cluster.domain_devices)))
     where = f"{plural(hosts, 'host')} in {plural(racks, 'domain')} of {plural(plan.cluster.domain_devices, 'device')}"
@@ -89,8 +94,8 @@ def _judge_placement(evidence: Evidence, limits: Limits, place: str) -> Outcome:
         return _same_domain(f"copies lie on the host they protect, and there are {hosts:,}", formula, limits)
     rack_scale = plan.cluster.domain_devices >= limits.number("rack_devices") > plan.cluster.host_devices
     if rack_scale and racks > 1 and place != "other rack":
-        statement = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
-        return _same_domain(statement, formula, limits)
+        message = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
+        return _same_domain(message, formula, limits)
     return passed(
         f"copies lie on another {'rack' if rack_scale and racks > 1 else 'host'}", formula=formula, value=place
     )
@@ -108,22 +113,23 @@ def _same_domain(statement: str, formula: tuple[str, ...], limits: Limits) -> Ou
 
 
 def _judge_persistence(evidence: Evidence, limits: Limits) -> Outcome:
-    r, most = evidence.the_plan.reliability, limits.number("persistent_ratio")
+    r, max_ratio = evidence.the_plan.reliability, limits.number("persistent_ratio")
     best_s = r.optimal_interval_s
     if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or job_s(evidence.the_plan) <= best_s:
         return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
-    interval_s = capped_s(evidence.the_plan)  # a job that ends before has its last one
+    # A job that ends earlier has its last checkpoint.
+    interval_s = capped_s(evidence.the_plan)
     ratio = interval_s / best_s
-    statement = f"beside copies in memory the disk gets one every {_span_text(interval_s)}"
+    message = f"beside copies in memory the disk gets one every {_span_text(interval_s)}"
     formula = (f"τ/τ* = {_span_text(interval_s)} / {_span_text(best_s)} = {ratio:.1f}",)
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x", at="checkpoint.interval_s")
     edits = interval_edits(evidence, planned_cost(evidence), "Daly's optimum without copies in memory")
     return failed(
-        f"{statement}, {ratio:.1f}x the optimum",
+        f"{message}, {ratio:.1f}x the optimum",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         at="checkpoint.interval_s",
         severity="warning",

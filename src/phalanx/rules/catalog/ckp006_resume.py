@@ -1,4 +1,4 @@
-"""CKP006: a run that is resumed is the same run."""
+"""CKP006: a resumed run continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OTHER = Impact(note="no time lost, but after each resume another run goes on, wi
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What a checkpoint holds, and whether a run with a failure ended with the bits of one without."""
+    """Check the content of checkpoints, and whether drills with a failure ended with the bits of a run without one."""
     parts = _judge_parts(evidence, limits)
     return (parts, _judge_proof(evidence, limits)) if is_asked(evidence, parts) else (parts,)
 
@@ -27,19 +27,21 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
     needed = [*limits.words("parts")]
     if evidence.the_job.precision.compute == "fp16":
         needed += limits.words("fp16_parts")
-    lost = [part for part in needed if part not in practice.resumes_exactly]
-    back = [part for part in practice.resumes_exactly if not (part == "rng" and evidence.setting_flag("no_load_rng"))]
-    formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(back) or 'nothing'}")
-    if not lost:
+    missing = [name for name in needed if name not in practice.resumes_exactly]
+    restored = [
+        name for name in practice.resumes_exactly if not (name == "rng" and evidence.setting_flag("no_load_rng"))
+    ]
+    formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(restored) or 'nothing'}")
+    if not missing:
         return passed(f"a resume restores all {len(needed)} parts of the state", formula=formula)
     weights_only = "save_only_model" in evidence.settings
     resumed = "resume_from_checkpoint" in evidence.settings
     return failed(
-        f"a resume of {practice.trainer} does not restore: {', '.join(lost)}",
-        # Checkpoints for use are a choice; a run that goes on from one has lost what it left out.
+        f"a resume of {practice.trainer} does not restore: {', '.join(missing)}",
+        # Checkpoints that hold only weights for use are a choice; a run that resumes from one loses the rest.
         severity=("warning" if resumed else "info") if weights_only else None,
         formula=formula,
-        value=", ".join(lost),
+        value=", ".join(missing),
         at="practice:resumes_exactly",
         impact=OTHER,
         fix="save and restore them, or say in a waiver why this job does not need them",
@@ -47,24 +49,24 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
-    what = "that a run with a failure ends bit-identical to one without"
-    ours = evidence.practice.trainer == "phalanx"
+    message = "that a run with a failure ends bit-identical to one without"
+    is_phalanx = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
-    found = [
-        one
-        for one in (counted_records(evidence.drills, profile=evidence.profile.name) if ours else ())
-        if one.replayed and any(kind in one.fired for kind in kinds)
+    drills = [
+        drill
+        for drill in (counted_records(evidence.drills, profile=evidence.profile.name) if is_phalanx else ())
+        if drill.replayed and any(kind in drill.fired for kind in kinds)
     ]
-    if not found:
-        return drill_missing(evidence, what)
-    drill = found[0]
+    if not drills:
+        return drill_missing(evidence, message)
+    drill = drills[0]
     if drill.bitwise and drill.clean:
-        return passed(f"a drill shows {what}: {drill.statement}", value=True, threshold=True)
+        return passed(f"a drill shows {message}: {drill.statement}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
         return passed(f"drilled: a run with a failure went on like one without: {drill.statement}")
-    statement = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
+    differences = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
     return failed(
-        f"drilled: a run with a failure did not end like one without: {statement}",
+        f"drilled: a run with a failure did not end like one without: {differences}",
         value=drill.bitwise,
         threshold=True,
         impact=OTHER,

@@ -7,7 +7,7 @@ from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unkno
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
-# Bytes per parameter that the gathering rank holds, by setting: fp32 weights and both moments, or 16-bit weights alone.
+# Bytes per parameter that the gathering rank holds: fp32 weights and both moments, or 16-bit weights alone.
 WHOLE_STATE, HALF_WEIGHTS = 12, 2
 KINDS = ("fsdp_config.fsdp_state_dict_type", "fsdp_state_dict_type")
 GATHERS = (
@@ -18,29 +18,29 @@ GATHERS = (
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """What the gathering rank holds against the memory of a host."""
-    found = evidence.find_setting(*KINDS)
-    width = WHOLE_STATE if found is not None and str(found.value).upper() == "FULL_STATE_DICT" else 0
+    """Compare the bytes that the gathering rank holds with the memory of a host."""
+    setting = evidence.find_setting(*KINDS)
+    width = WHOLE_STATE if setting is not None and str(setting.value).upper() == "FULL_STATE_DICT" else 0
     gather = next((name for name in GATHERS if evidence.setting_flag(name)), "")
     if not width and not gather:
         return exempt("every rank saves its own part")
-    width, name = (width, found.key) if width and found is not None else (HALF_WEIGHTS, gather)
+    width, name = (width, setting.key) if width and setting is not None else (HALF_WEIGHTS, gather)
     plan = evidence.plan
     if plan is None:
         return unknown("one rank gathers the whole state; how large it is, is not known", fix="name model and cluster")
     need, have = width * plan.prediction.parameters, plan.cluster.host_memory_bytes
     if have <= 0:
         return unknown("the memory of a host is not known", fix="give host_memory_bytes in a cluster file")
-    share, most = need / have, limits.number("most_share")
-    what = f"one rank gathers {format_bytes(need)} to save, {share:.0%} of its host's memory"
+    share, max_share = need / have, limits.number("most_share")
+    message = f"one rank gathers {format_bytes(need)} to save, {share:.0%} of its host's memory"
     formula = (f"{width} bytes × {plan.prediction.parameters:.4g} parameters; host {format_bytes(have)}",)
-    if share <= most:
-        return passed(what, formula=formula, value=share, threshold=most, at=f"setting:{name}")
+    if share <= max_share:
+        return passed(message, formula=formula, value=share, threshold=max_share, at=f"setting:{name}")
     return failed(
-        f"{what}, more than {most:.0%}",
+        f"{message}, more than {max_share:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_share,
         at=f"setting:{name}",
         impact=Impact(note="the host runs out of memory at the first save, and the run ends there"),
         fix="SHARDED_STATE_DICT: every rank saves its own part; merge them afterwards, beside the training",

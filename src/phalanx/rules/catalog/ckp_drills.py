@@ -1,4 +1,4 @@
-"""What the checkpoint rules ask of drills: was such a fault injected, and did nothing come of it."""
+"""Drill checks of the checkpoint rules: whether a kind of fault was injected, and whether the run survived it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUITE = "phalanx drill JOB --suite"
 
 
 def judge_drill(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
-    """The verdict of the newest drill with one of these faults; `what` is the fault in words."""
+    """Return the outcome of the newest drill with one of these faults; `what` describes the fault."""
     drill = newest_drill(evidence, *kinds)
     if drill is None:
         return drill_missing(evidence, what)
@@ -27,12 +27,12 @@ def judge_drill(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: 
 
 
 def is_asked(evidence: Evidence, habit: Outcome) -> bool:
-    """Whether a drill is asked for: of another trainer only when its habits are known to be good."""
+    """Return whether a drill is required: always of Phalanx, of another trainer only if its behaviour passes."""
     return evidence.practice.trainer == "phalanx" or habit.verdict == "pass"
 
 
 def drill_missing(evidence: Evidence, what: str) -> Outcome:
-    """There is no such drill."""
+    """Return the outcome for a missing drill."""
     trainer = evidence.practice.trainer
     if trainer != "phalanx":
         return unknown(

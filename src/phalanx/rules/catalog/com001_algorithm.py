@@ -1,4 +1,4 @@
-"""COM001: the all-reduce algorithm is near the best one for these groups and sizes."""
+"""COM001: the algorithm of every collective is near the best one for its group and message size."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, faile
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 AUTO = "auto"
-FORCED = {"ring": "Ring", "tree": "Tree", "nvls": "NVLS"}  # comm.algorithm, as NCCL writes it
+# The values of comm.algorithm, as NCCL names them.
+FORCED = {"ring": "Ring", "tree": "Tree", "nvls": "NVLS"}
 TO_AUTO = Edit(key="comm.algorithm", value=AUTO, safe=True, note="NCCL picks by message and group")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Race:
-    """One message: seconds of every algorithm there is for it, and which one the job takes."""
+    """The seconds of every available algorithm for one message, and the algorithm that the job uses."""
 
     message: Message
     seconds: dict[str, float]
-    rivals: tuple[str, ...]  # that the one taken is held against
+    # Algorithms that the used one is compared with.
+    rivals: tuple[str, ...]
     taken: str
-    forced: bool  # by the job, so that the setting is the cure
-    picked: ExpectedTime  # by NCCL of its own accord
+    forced: bool  # by the job, so that changing the setting fixes it
+    picked: ExpectedTime  # NCCL's own choice
     doubt: float  # factor by which the model may exaggerate
 
     @property
@@ -38,46 +40,47 @@ class _Race:
 
     @property
     def slower(self) -> float:
-        """Modelled time over that of the best."""
+        """The modelled time over that of the best algorithm."""
         taken_s, best_s = self.seconds.get(self.taken, math.inf), self.seconds[self.best]
         return taken_s / best_s if best_s > 0 else 1.0
 
     @property
     def ratio(self) -> float:
-        """The part of it that is no doubt of the model."""
+        """`slower` after division by the model's uncertainty; at least 1."""
         return max(1.0, self.slower / self.doubt) if self.taken != self.best else 1.0
 
     @property
     def line(self) -> str:
-        one = self.message
+        message = self.message
         times = ", ".join(f"{name} {1e6 * value:,.0f} µs" for name, value in self.seconds.items())
         low, high = (1e6 * self.picked.low_s, 1e6 * self.picked.high_s)
         return (
-            f"{one.axis} {one.operation} of {one.size} between {one.ranks:,} ranks {one.where}: {times}; NCCL picks "
-            f"{self.picked.algorithm} {self.picked.protocol} (80 % of systems: {low:,.0f} to {high:,.0f} µs)"
+            f"{message.axis} {message.operation} of {message.size} between {message.ranks:,} ranks {message.where}: "
+            f"{times}; NCCL picks {self.picked.algorithm} {self.picked.protocol} "
+            f"(80 % of systems: {low:,.0f} to {high:,.0f} µs)"
         )
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
-    """T(algorithm) over the smallest T of all algorithms, for the message that fares worst."""
-    name, wanted = evidence.profile.name, evidence.the_job.comm.algorithm
+    """Compare the time of the used algorithm with the shortest time, for the message with the largest ratio."""
+    name, algorithm = evidence.profile.name, evidence.the_job.comm.algorithm
     if name == "tpu":
         return unknown(
             "the compiler (XLA) owns the algorithms of TPU collectives and does not say",
             fix="nothing can be set; waive the rule, or compare a profile of the step with phalanx plan",
         )
     if name == "cpu-gloo":
-        return _judge_gloo(evidence, wanted)
-    if (torn := damaged_traffic(evidence.the_plan)) is not None:
-        return torn
+        return _judge_gloo(evidence, algorithm)
+    if (damaged := damaged_traffic(evidence.the_plan)) is not None:
+        return damaged
     sent = plan_messages(evidence)
     if not sent:
         return exempt("no group of this plan sums or gathers anything")
     if (missing := without_measurement(evidence, "the time of a collective")) is not None:
         return missing
-    judged = _judge_messages(evidence, limits, sent, wanted)
-    outside = _judge_environment(evidence, wanted)
-    return (judged, outside) if outside is not None else judged
+    outcome = _judge_messages(evidence, limits, sent, algorithm)
+    from_environment = _judge_environment(evidence, algorithm)
+    return (outcome, from_environment) if from_environment is not None else outcome
 
 
 def _judge_gloo(evidence: Evidence, wanted: str) -> Outcome:
@@ -96,58 +99,61 @@ def _judge_gloo(evidence: Evidence, wanted: str) -> Outcome:
 def _judge_messages(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted: str) -> Outcome:
     two_levels = limits.flag("two_levels")
     races = [
-        _compare_algorithms(evidence.the_plan, one, _forced_algorithm(evidence, one), two_levels=two_levels)
-        for one in sent
+        _compare_algorithms(evidence.the_plan, message, _forced_algorithm(evidence, message), two_levels=two_levels)
+        for message in sent
     ]
     worst = max(races, key=lambda race: race.ratio)
-    most = limits.number("most_ratio")
-    if worst.ratio <= most:
-        chosen = any(race.forced for race in races)
+    max_ratio = limits.number("most_ratio")
+    if worst.ratio <= max_ratio:
+        is_forced = any(race.forced for race in races)
         return passed(
-            f"{wanted + ' is' if chosen else 'NCCL picks'} within {most:.2f}x of the best for every message: "
+            f"{wanted + ' is' if is_forced else 'NCCL picks'} within {max_ratio:.2f}x of the best for every message: "
             f"{worst.ratio:.2f}x at worst",
             formula=tuple(race.line for race in races),
             value=worst.ratio,
-            threshold=most,
+            threshold=max_ratio,
             unit="x",
         )
-    return _slow_algorithm(evidence, worst, most)
+    return _slow_algorithm(evidence, worst, max_ratio)
 
 
 def _forced_algorithm(evidence: Evidence, message: Message) -> str:
-    """What the job forces on a message. Phalanx sets NCCL_ALGO for all-reduces only (train/worker.py)."""
-    ours = evidence.practice.trainer == "phalanx" and message.operation != "all-reduce"
-    return AUTO if ours else evidence.the_job.comm.algorithm
+    """Return the algorithm that the job forces on a message.
+
+    Phalanx sets NCCL_ALGO for all-reduces only (train/worker.py).
+    """
+    is_exempt = evidence.practice.trainer == "phalanx" and message.operation != "all-reduce"
+    return AUTO if is_exempt else evidence.the_job.comm.algorithm
 
 
 def _compare_algorithms(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
     group, cluster = message_system(message, plan.cluster), plan.cluster
-    found = {
+    expected = {
         name: expect_collective(group, message.nbytes, operation=message.operation, algorithm=name)
         for name in ALGORITHMS
     }
-    seconds: dict[str, float] = {name: one.seconds for name, one in found.items() if one is not None}
+    seconds: dict[str, float] = {name: time.seconds for name, time in expected.items() if time is not None}
     picked = message_time(message, cluster)
-    taken = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)
-    # What NCCL picks is held against two levels alone: its own choice agrees with every logged one, and times of two
-    # algorithms are not known well enough to overrule it.
+    used_algorithm = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)
+    # NCCL's own choice is compared only with two levels: the model agrees with every choice that was logged, and
+    # times of two algorithms are not known well enough to overrule it.
     rivals: list[str] = [picked.algorithm] if wanted == AUTO else list(seconds)
     if two_levels and wanted == AUTO:
-        both_s = two_levels_s(
+        two_level_s = two_levels_s(
             cluster,
             domains=message.domains,
             per_domain=message.per_domain,
             nbytes=message.nbytes,
             operation=message.operation,
         )
-        if math.isfinite(both_s):
-            seconds["two levels"] = both_s
+        if math.isfinite(two_level_s):
+            seconds["two levels"] = two_level_s
             rivals.append("two levels")
     return _Race(
         message=message,
         seconds=seconds,
         rivals=tuple(rivals),
-        taken=taken,
+        taken=used_algorithm,
         forced=wanted != AUTO,
         picked=picked,
         doubt=rival_doubt(group, message.nbytes),
@@ -155,19 +161,21 @@ def _compare_algorithms(plan: Plan, message: Message, wanted: str, *, two_levels
 
 
 def _slow_algorithm(evidence: Evidence, race: _Race, most: float) -> Outcome:
-    one, step_s = race.message, evidence.the_plan.prediction.step_s
-    statement = f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {one.operation} of {one.size}"
+    message, step_s = race.message, evidence.the_plan.prediction.step_s
+    slowdown = (
+        f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {message.operation} of {message.size}"
+    )
     impact = evidence.loses(
-        (1 - 1 / race.ratio) * one.wire_s / max(step_s, 1e-30),
+        (1 - 1 / race.ratio) * message.wire_s / max(step_s, 1e-30),
         "at most: the difference, as far as nothing hides it",
     )
     severity: Severity | None = None
     if race.taken not in race.seconds:
         severity = "error"
-        statement = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks {one.where}"
+        slowdown = f"there is no {race.taken} for {message.operation} between {message.ranks:,} ranks {message.where}"
         impact = Impact(note="the job does not start: NCCL ends with an error, or (older releases) ignores the setting")
     return failed(
-        f"{statement} ({one.axis} axis)",
+        f"{slowdown} ({message.axis} axis)",
         formula=(
             race.line,
             f"T({race.taken}) / T({race.best}) = {race.slower:.2f}, of which the model may exaggerate {race.doubt:g}x: "
@@ -179,7 +187,7 @@ def _slow_algorithm(evidence: Evidence, race: _Race, most: float) -> Outcome:
         at="comm.algorithm" if race.forced else "parallel.shard",
         severity=severity,
         impact=impact,
-        fix="" if race.forced else _two_levels(one),
+        fix="" if race.forced else _two_levels(message),
         edits=(TO_AUTO,) if race.forced else (),
     )
 
@@ -192,7 +200,10 @@ def _two_levels(one: Message) -> str:
 
 
 def _judge_environment(evidence: Evidence, wanted: str) -> Outcome | None:
-    """NCCL_ALGO outside the job decides for every group and size, and no record of the job shows it."""
+    """Return a failure if NCCL_ALGO is set outside the job, else None.
+
+    The variable applies to every group and size, and no record of the job shows it.
+    """
     set_to = (evidence.host.environment or {}).get("NCCL_ALGO", "") if evidence.host is not None else ""
     if not set_to:
         return None

@@ -1,4 +1,4 @@
-"""COM002: lossy gradient compression pays, and its error is fed back."""
+"""COM002: lossy gradient compression saves time, and its error is fed back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = Edit(key="parallel.compression", value="none", safe=False, note="gradien
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
-    """What the plan says it saves, and whether the trainer corrects its error."""
+    """Check whether the trainer corrects the error, and how much time the plan predicts to be saved."""
     layout = evidence.the_plan.layout
     if layout.compression == "none":
         return exempt("gradients travel as they are")
@@ -67,19 +67,19 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
     spans = plan.layout.devices > plan.cluster.domain_devices
     rate_gbps = (plan.cluster.nic_bytes_per_s if spans else plan.cluster.link_bytes_per_s) * 8 / 1e9
     slow = rate_gbps <= limits.number("slow_gbps")
-    least = limits.number("slow_saving" if slow else "saving")
-    statement = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
+    min_saving = limits.number("slow_saving" if slow else "saving")
+    message = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
     formula = (
-        f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {least:.0%} on "
+        f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {min_saving:.0%} on "
         f"{rate_gbps:,.0f} Gb/s a device",
     )
-    if saved >= least:
-        return passed(statement, formula=formula, value=saved, threshold=least, at="parallel.compression")
+    if saved >= min_saving:
+        return passed(message, formula=formula, value=saved, threshold=min_saving, at="parallel.compression")
     return failed(
-        f"{statement}, less than {least:.0%}",
+        f"{message}, less than {min_saving:.0%}",
         formula=formula,
         value=saved,
-        threshold=least,
+        threshold=min_saving,
         at="parallel.compression",
         impact=evidence.loses(max(0.0, -saved), "the step as predicted; packing and rounding are not free"),
         edits=(PLAIN,),
@@ -87,16 +87,16 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
-    """The predicted step with the layout's compression, and without."""
+    """Return the predicted seconds of a step with the layout's compression and without, or None."""
     plan = evidence.the_plan
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:
         request, _ = request_from_job(evidence.the_job, plan.cluster)
         with np.errstate(all="ignore"):
             _, times, _ = price_layouts(request, rows)
-    except (UserError, ValueError, ArithmeticError):  # a plan of a job or a machine that does not match it any more
+    except (UserError, ValueError, ArithmeticError):  # a plan that no longer matches its job or cluster
         return None
-    with_s, without_s = (float(one) for one in times.step_s)
+    with_s, without_s = (float(step_s) for step_s in times.step_s)
     return (with_s, without_s) if math.isfinite(with_s) and without_s > 0 else None
 
 

@@ -19,20 +19,22 @@ from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
-BACKWARD = 2 / 3  # of a layer's compute: two products for one
-BUCKETED = ("deepspeed",)  # fill buckets at every ZeRO stage: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py
+# Share of a layer's compute: the backward pass has two of three matrix products.
+BACKWARD = 2 / 3
+# Trainers that fill buckets at every ZeRO stage: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
+BUCKETED = ("deepspeed",)
 SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cost:
-    """One bucket: start-up and transfer; and what all of them together add to the step where nothing hides it."""
+    """The cost of one bucket (start-up and transfer), and the exposed cost of all buckets in a step."""
 
     latency_s: float
     transfer_s: float
     buckets: float
-    lost: float  # share of the step
-    by: str  # what carries it
+    lost: float  # share of the step that all buckets add
+    by: str  # algorithm that carries it
 
     @property
     def share(self) -> float:
@@ -40,12 +42,12 @@ class _Cost:
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The gradient message of the largest loss."""
+    """Judge the gradient message with the largest cost."""
     if evidence.profile.name == "tpu":
         return exempt("the compiler merges the collectives of a TPU")
-    if (torn := damaged_traffic(evidence.the_plan)) is not None:
-        return torn
-    sent = [one for one in gradient_messages(evidence) if one.axis != "expert data"]
+    if (damaged := damaged_traffic(evidence.the_plan)) is not None:
+        return damaged
+    sent = [message for message in gradient_messages(evidence) if message.axis != "expert data"]
     if not sent:
         return exempt("one data rank: no gradients travel")
     if (missing := without_measurement(evidence, "what a bucket costs")) is not None:
@@ -58,8 +60,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             "the file names neither DeepSpeed nor FSDP, and the launcher may: who sums gradients is not known"
         )
     buckets = evidence.practice.trainer in BUCKETED or evidence.setting_flag("deepspeed")
-    sent = [_in_buckets(evidence, one) for one in sent] if buckets else sent
-    costs = [(_message_cost(evidence, one), one) for one in sent]
+    sent = [_in_buckets(evidence, message) for message in sent] if buckets else sent
+    costs = [(_message_cost(evidence, message), message) for message in sent]
     cost, message = max(costs, key=lambda pair: pair[0].lost)
     if evidence.the_plan.layout.zero > 0 and not buckets:
         return _judge_blocks(evidence, limits, cost, message)
@@ -67,10 +69,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _in_buckets(evidence: Evidence, one: Message) -> Message:
-    """Of a trainer that fills buckets at every ZeRO stage, where the plan counts a message per block."""
+    """Regroup messages per block into buckets, for a trainer that fills buckets at every ZeRO stage."""
     total = one.count * one.nbytes
-    said = evidence.the_job.comm.bucket_mib
-    size = min(total, (said if not isinstance(said, str) else BUCKET_MIB) * MIB)
+    bucket_mib = evidence.the_job.comm.bucket_mib
+    size = min(total, (bucket_mib if not isinstance(bucket_mib, str) else BUCKET_MIB) * MIB)
     return replace(one, nbytes=size, count=max(1, math.ceil(total / max(size, 1.0)))) if total > 0 else one
 
 
@@ -79,13 +81,14 @@ def _message_cost(evidence: Evidence, one: Message) -> _Cost:
     latency_s, transfer_s = _message_parts(evidence, one)
     b = plan.prediction.breakdown_s
     compute_s = sum(b.get(name, 0.0) for name in ("matmul_s", "attention_s", "elementwise_s"))
-    # Below ZeRO-2 gradients leave in the last backward pass of a step only.
+    # Below ZeRO-2, gradients are sent only in the last backward pass of a step.
     passes = plan.layout.accumulation if plan.layout.zero < 2 or plan.layout.pipeline > 1 else 1
     hidden_s = BACKWARD * compute_s / max(1, passes)
     wire_s = one.count * (latency_s + transfer_s)
     lost_s = min(one.count * latency_s, max(0.0, wire_s - hidden_s))
     if one.count < 2:
-        lost_s = wire_s  # a single bucket leaves when backward is over
+        # A single bucket is sent when backward is over, so nothing hides it.
+        lost_s = wire_s
     return _Cost(
         latency_s=latency_s,
         transfer_s=transfer_s,
@@ -96,12 +99,13 @@ def _message_cost(evidence: Evidence, one: Message) -> _Cost:
 
 
 def _message_parts(evidence: Evidence, one: Message) -> tuple[float, float]:
-    """(latency, transfer) of one message: by NCCL's model, on CPUs by the measured ring."""
+    """Return latency and transfer time of one message in seconds: by NCCL's model, on CPUs by the measured ring."""
     cluster = evidence.the_plan.cluster
     if evidence.profile.name != "cpu-gloo":
-        found = message_time(one, cluster)
-        # The call itself is no reason to change a bucket: it is 10 to 290 µs by the network, and nobody knows this one.
-        return found.latency_s, found.call_s + found.transfer_s
+        time = message_time(one, cluster)
+        # The call itself is not a reason to change a bucket: it takes 10 to 290 µs depending on the network, and
+        # this one is not measured.
+        return time.latency_s, time.call_s + time.transfer_s
     host = evidence.host
     alpha_s = (host.link_latency_s if host is not None else None) or cluster.link_latency_s
     rate = (host.link_bytes_per_s if host is not None else None) or cluster.link_bytes_per_s
@@ -110,13 +114,13 @@ def _message_parts(evidence: Evidence, one: Message) -> tuple[float, float]:
 
 
 def _picked_carrier(evidence: Evidence, one: Message) -> str:
-    """NCCL's pick with its time, as `phalanx fabric collective` prints it."""
+    """Return NCCL's choice with its time, as `phalanx fabric collective` prints it."""
     if evidence.profile.name == "cpu-gloo":
         return "a ring of gloo"
-    found = message_time(one, evidence.the_plan.cluster)
-    low, high = 1e6 * found.low_s, 1e6 * found.high_s
-    statement = f"{found.algorithm} {found.protocol}, {1e6 * found.seconds:,.0f} µs"
-    return f"{statement} (80 % of systems: {low:,.0f} to {high:,.0f})"
+    time = message_time(one, evidence.the_plan.cluster)
+    low, high = 1e6 * time.low_s, 1e6 * time.high_s
+    choice = f"{time.algorithm} {time.protocol}, {1e6 * time.seconds:,.0f} µs"
+    return f"{choice} (80 % of systems: {low:,.0f} to {high:,.0f})"
 
 
 def _cost_formula(cost: _Cost, one: Message) -> tuple[str, ...]:
@@ -128,18 +132,18 @@ def _cost_formula(cost: _Cost, one: Message) -> tuple[str, ...]:
 
 
 def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
-    """FSDP reduces block by block: the size is the model's, so only what it costs counts."""
-    most, least_lost = limits.number("block_share"), limits.number("least_loss")
-    statement = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
-    if cost.share <= most or cost.lost < least_lost:
-        hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > most else ""
-        return passed(statement + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
+    """Judge FSDP, which reduces block by block: the size is that of the model's blocks, so only the cost counts."""
+    max_block_share, least_lost = limits.number("block_share"), limits.number("least_loss")
+    message = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
+    if cost.share <= max_block_share or cost.lost < least_lost:
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > max_block_share else ""
+        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=max_block_share)
     inside = one.per_domain
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{message}, more than {max_block_share:.0%}",
         formula=_cost_formula(cost, one),
         value=cost.share,
-        threshold=most,
+        threshold=max_block_share,
         at="parallel.shard",
         impact=evidence.loses(cost.lost, "start-up of the reductions, as far as backward does not hide it"),
         fix=f"parallel.shard = {inside}: groups of {inside} sum inside a domain and once between domains (HSDP)"
@@ -149,42 +153,45 @@ def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message)
 
 
 def _judge_buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
-    most, least = limits.number("latency_share"), limits.number("least_buckets")
-    # A default of another trainer is nobody's choice either: it has no line in the file.
-    chosen = not isinstance(evidence.the_job.comm.bucket_mib, str) and (
+    max_latency_share, min_buckets = limits.number("latency_share"), limits.number("least_buckets")
+    # A default of another trainer was not chosen by the user: it has no line in the file.
+    is_chosen = not isinstance(evidence.the_job.comm.bucket_mib, str) and (
         not evidence.is_foreign or evidence.place("comm.bucket_mib")[1] > 0
     )
-    few, small = cost.buckets < least, cost.share > most
-    statement = (
+    too_few, too_small = cost.buckets < min_buckets, cost.share > max_latency_share
+    message = (
         f"{cost.buckets:,.0f} bucket{'s' * (cost.buckets != 1)} of {one.size}, {cost.share:.0%} of their time start-up"
     )
-    bad = few or small
-    if not bad or (not chosen and cost.lost < limits.number("least_loss")):
-        hides = f"; backward hides all but {cost.lost:.1%} of the step" if bad else ""
-        return passed(statement + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
-    reason = f"fewer than {least:g}" if few else f"more than {most:.0%}"
+    is_bad = too_few or too_small
+    if not is_bad or (not is_chosen and cost.lost < limits.number("least_loss")):
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if is_bad else ""
+        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=max_latency_share)
+    reason = f"fewer than {min_buckets:g}" if too_few else f"more than {max_latency_share:.0%}"
     return failed(
-        f"{statement}: {reason}",
+        f"{message}: {reason}",
         formula=_cost_formula(cost, one),
-        value=cost.buckets if few else cost.share,
-        threshold=least if few else most,
-        unit="buckets" if few else "",
+        value=cost.buckets if too_few else cost.share,
+        threshold=min_buckets if too_few else max_latency_share,
+        unit="buckets" if too_few else "",
         at="comm.bucket_mib",
         impact=evidence.loses(cost.lost, "start-up, or traffic that starts when backward is over"),
-        edits=(_better_bucket(evidence, one, most=most, least=least),),
+        edits=(_better_bucket(evidence, one, most=max_latency_share, least=min_buckets),),
     )
 
 
 def _better_bucket(evidence: Evidence, one: Message, *, most: float, least: float) -> Edit:
-    """The smallest power of two that amortises its start-up, as long as there are enough buckets."""
-    whole = one.nbytes * one.count
+    """Return an edit to the smallest power of two that amortises the start-up, if that leaves enough buckets."""
+    total_bytes = one.nbytes * one.count
     for mib in SIZES_MIB:
         latency_s, transfer_s = _message_parts(evidence, replace(one, nbytes=mib * MIB))
-        if whole / (mib * MIB) >= least and latency_s / (latency_s + transfer_s) <= most:
+        if total_bytes / (mib * MIB) >= least and latency_s / (latency_s + transfer_s) <= most:
             return Edit(key="comm.bucket_mib", value=int(mib), safe=True, note=f"start-up at most {most:.0%}")
-    half = max(0.001, whole / MIB / max(least, 1.0))
+    largest_mib = max(0.001, total_bytes / MIB / max(least, 1.0))
     return Edit(
-        key="comm.bucket_mib", value=float(f"{half:.3g}"), safe=True, note=f"{least:g} buckets, as large as can be"
+        key="comm.bucket_mib",
+        value=float(f"{largest_mib:.3g}"),
+        safe=True,
+        note=f"{least:g} buckets, as large as can be",
     )
 
 

@@ -1,4 +1,4 @@
-"""COM004: collective timeouts are set, and tight once steps are steady."""
+"""COM004: collective timeouts are set, and short once steps are steady."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from phalanx.units import DAY_S
 
 
 class Cure(TypedDict, total=False):
-    """What a finding proposes."""
+    """The fix of a finding: edits, or a text."""
 
     edits: tuple[Edit, ...]
     fix: str
 
 
-# Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
-LONGEST_S = 1e7  # the job schema's; readers of other trainers' files cut what is longer
-LONGEST_DEFAULT_S = 1_800.0  # of the trainers that are read: DeepSpeed's, and gloo's
-# Of those that name another: Megatron's --distributed-timeout-minutes 10, torchtitan's start.
+# HANGS below is the share of implicit failures, which only a timeout detects: ByteRobust (arXiv:2509.16293) counts
+# 5,948 implicit and 43,264 explicit ones.
+# The bound of the job schema; readers of other trainers' files cut longer values.
+LONGEST_S = 1e7
+# The longest default of the supported trainers: DeepSpeed's, and that of gloo.
+LONGEST_DEFAULT_S = 1_800.0
+# Trainers with another default: Megatron's --distributed-timeout-minutes 10, torchtitan's start.
 DEFAULTS_S = {"megatron": 600.0, "nemo": 600.0, "torchtitan": 300.0}
 HANGS = 5_948 / (5_948 + 43_264)
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Both timeouts against their bounds; the steady one also against the steps as measured."""
+    """Compare both timeouts with their bounds, the steady one also with the measured steps."""
     if evidence.profile.name == "tpu":
         return (exempt("the TPU runtime owns the timeouts of its collectives"),)
     if _has_one_timeout(evidence):
@@ -39,7 +42,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _has_one_timeout(evidence: Evidence) -> bool:
-    """Whether one setting of another trainer is both timeouts: it is told once."""
+    """Return whether one setting of another trainer is both timeouts, so that it is judged once."""
     job = evidence.the_job
     place = evidence.place("comm.init_timeout_s")
     same = job.comm.init_timeout_s == job.train.timeout_s and place == evidence.place("train.timeout_s")
@@ -51,9 +54,10 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
         evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"
     ):
         return missing
-    set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
-    wanted_s = max(limits.number("init_most_s"), _with_margin(longest))
-    most_s = max(wanted_s, _default_s(evidence))  # a pause that takes longer moves the bound
+    set_s, longest_silence_ = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
+    wanted_s = max(limits.number("init_most_s"), _with_margin(longest_silence_))
+    # A longer pause raises the bound.
+    most_s = max(wanted_s, _default_s(evidence))
     if evidence.is_foreign and not is_save_known(evidence) and set_s > wanted_s:
         return unknown(
             f"until steps are steady a rank waits {_as_text(set_s)} for another; whether a save takes longer than "
@@ -61,17 +65,17 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
             fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",
             at="comm.init_timeout_s",
         )
-    statement = f"until steps are steady a rank waits {_as_text(set_s)} for another"
+    message = f"until steps are steady a rank waits {_as_text(set_s)} for another"
     if set_s < limits.number("init_least_s"):
-        return _hasty(evidence, statement, set_s, limits.number("init_least_s"), wanted_s)
-    if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
-        return _cut_off(_across_s(evidence), longest, wanted_s)
+        return _hasty(evidence, message, set_s, limits.number("init_least_s"), wanted_s)
+    if _is_own(evidence) and longest_silence_ is not None and _across_s(evidence) < longest_silence_.seconds:
+        return _cut_off(_across_s(evidence), longest_silence_, wanted_s)
     if set_s <= most_s:
         return passed(
-            f"{statement}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s"
+            f"{message}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s"
         )
     return failed(
-        f"{statement}, more than {most_s:g}",
+        f"{message}, more than {most_s:g}",
         value=set_s,
         threshold=most_s,
         unit="s",
@@ -85,7 +89,7 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _default_s(evidence: Evidence) -> float:
-    """What another trainer waits where its file says nothing: nobody is asked to wait less."""
+    """Return the default timeout of another trainer: users are not asked to go below it. 0 for Phalanx."""
     return DEFAULTS_S.get(evidence.practice.trainer, LONGEST_DEFAULT_S) if evidence.is_foreign else 0.0
 
 
@@ -94,14 +98,16 @@ def _first_cure(evidence: Evidence, wanted_s: float) -> Cure:
 
 
 def _cure(evidence: Evidence, edit: Edit, *, lower: bool = False) -> Cure:
-    """An edit of our own job; of another trainer words: its one timeout also holds across saves that we only predict.
+    """Return an edit for our own job, and a text for another trainer.
 
-    An edit would be called safe, and a timeout that is too short ends a run that works.
+    Its one timeout also applies across saves, which are only predicted. An edit would be called safe, and a timeout
+    that is too short ends a healthy run.
     """
     if not evidence.is_foreign:
         return {"edits": (edit,)}
     name = evidence.their_keys.get(edit.key) or edit.key
-    if "ddp_timeout" in name:  # one rank prepares the data while the others wait: no step says how long that takes
+    # One rank prepares the data while the others wait; no step shows how long that takes.
+    if "ddp_timeout" in name:
         longest = "longer than the preparation of data, a save and an evaluation, during which other ranks wait too"
         return {"fix": f"a time {longest} ({name}); 1,800 s is the Trainer's own"}
     if not is_save_known(evidence):
@@ -114,7 +120,10 @@ def _cure(evidence: Evidence, edit: Edit, *, lower: bool = False) -> Cure:
 
 
 def _late_severity(evidence: Evidence, set_s: float, most_s: float, limits: Limits) -> Severity | None:
-    """To wait long costs time, to wait too short costs the run: of trainers with one timeout for both, a warning."""
+    """Return the severity of a timeout that is too long; a warning for other trainers.
+
+    Waiting too long costs time, waiting too short costs the run; those trainers have one timeout for both.
+    """
     return "warning" if evidence.is_foreign else severity_above(set_s, most_s, limits)
 
 
@@ -124,7 +133,8 @@ def _first_edit(wanted_s: float) -> Edit:
 
 
 def _as_text(seconds: float) -> str:
-    """
+    """Format seconds for a message.
+
     >>> _as_text(600.0), _as_text(1e7)
     ('600 s', '10,000,000 s or more')
     """
@@ -138,27 +148,29 @@ def _is_own(evidence: Evidence) -> bool:
 
 
 def _across_s(evidence: Evidence) -> float:
-    """How long our trainer waits across a save or an evaluation (train/collective_timeouts.py)."""
+    """Return the seconds for which Phalanx waits across a save or an evaluation (train/collective_timeouts.py)."""
     job = evidence.the_job
     return max(job.comm.init_timeout_s, 0.0 if isinstance(job.train.timeout_s, str) else job.train.timeout_s)
 
 
 def _longest_at_first(evidence: Evidence) -> Silence | None:
-    """The longest pause of a rank, or a step: the first ones are waited for as long as anything outside of steps."""
+    """Return the longest pause or step: the first steps are waited for as long as pauses outside of steps."""
     step_s, source = _slow_step(evidence)
-    known = [longest_silence(evidence)]
+    silences = [longest_silence(evidence)]
     if step_s is not None:
-        known.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
-    return max((one for one in known if one is not None), key=lambda one: one.seconds, default=None)
+        silences.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
+    return max(
+        (silence for silence in silences if silence is not None), key=lambda silence: silence.seconds, default=None
+    )
 
 
 def _with_margin(longest: Silence | None) -> float:
-    """Whole seconds: what is proposed is also the bound."""
+    """Return the proposed timeout in whole seconds, which is also the bound; 0 without a known silence."""
     return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
 
 
 def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
-    """A pause of the job itself is longer than anybody waits for a rank in it."""
+    """Return the failure for a job with a regular pause longer than its timeout."""
     return failed(
         f"until steps are steady, and across saves and evaluations, a rank waits {waits_s:g} s for another, and "
         f"{longest.statement}",
@@ -174,7 +186,7 @@ def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
 
 
 def _hasty(evidence: Evidence, statement: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
-    """Processes that only just start are given up."""
+    """Return the failure for a timeout that gives up processes that are still starting."""
     return failed(
         f"{statement}, less than {least_s:g}",
         value=set_s,
@@ -187,8 +199,8 @@ def _hasty(evidence: Evidence, statement: str, set_s: float, least_s: float, wan
 
 
 def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    who = evidence.practice.trainer
-    missing = unstated_key(evidence, "train.timeout_s", f"how long {who} waits for a rank in a steady step")
+    trainer = evidence.practice.trainer
+    missing = unstated_key(evidence, "train.timeout_s", f"how long {trainer} waits for a rank in a steady step")
     missing = missing or without_measurement(evidence, "how long to wait for a step")
     if missing is not None:
         return (missing,)
@@ -199,39 +211,42 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     set_s = written if not isinstance(written, str) else _auto_timeout(evidence, step_s)
     least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
     least_s = max(least_s, limits.number("train_least_s"))
-    longest, own = longest_silence(evidence), _is_own(evidence)
-    # A number that is proposed outlasts every silence, whoever trains with it.
+    longest, is_phalanx = longest_silence(evidence), _is_own(evidence)
+    # A proposed number outlasts every silence, whatever trainer uses it.
     wanted_s = bounded_timeout_s(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
-    # Of another trainer a save is only predicted: nothing below the bound is proposed.
-    wanted_s = max(wanted_s, _with_margin(longest), 0.0 if own else limits.number("train_most_s"))
+    # For another trainer a save is only predicted, so no value below the bound is proposed.
+    wanted_s = max(wanted_s, _with_margin(longest), 0.0 if is_phalanx else limits.number("train_most_s"))
     most_s = max(limits.number("train_most_s"), step_s, wanted_s, _default_s(evidence))
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
         f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
         *((longest.statement,) if longest is not None and longest.seconds > least_s else ()),
     )
-    statement = f"a rank waits {_as_text(set_s)} for another in a steady step"
-    if not own and longest is not None and least_s <= set_s < longest.seconds:
-        return (_too_short(evidence, f"{statement}, and {longest.statement}", set_s, longest, wanted_s, formula),)
+    message = f"a rank waits {_as_text(set_s)} for another in a steady step"
+    if not is_phalanx and longest is not None and least_s <= set_s < longest.seconds:
+        return (_too_short(evidence, f"{message}, and {longest.statement}", set_s, longest, wanted_s, formula),)
     if least_s <= set_s <= most_s:
-        statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
-        return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+        message += f", and {_across_s(evidence):g} s across saves and evaluations" if is_phalanx else ""
+        return (passed(message, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s and evidence.is_foreign and set_s <= LONGEST_DEFAULT_S:
-        what = f"{statement}, as trainers do by default"
+        reason = f"{message}, as trainers do by default"
         return (
-            passed(what, formula=formula, value=set_s, threshold=LONGEST_DEFAULT_S, unit="s", at="train.timeout_s"),
+            passed(reason, formula=formula, value=set_s, threshold=LONGEST_DEFAULT_S, unit="s", at="train.timeout_s"),
         )
     if set_s > most_s:
         proposed_s = max(wanted_s, _default_s(evidence))
         edit = _shorter_patience(evidence, set_s) or _timeout_edit(proposed_s)
-        return (_too_long(evidence, limits, statement, set_s, most_s, set_s - proposed_s, edit, formula),)
+        return (_too_long(evidence, limits, message, set_s, most_s, set_s - proposed_s, edit, formula),)
     floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
-    what = f"{statement}, less than {least_s:.4g}"
-    return (_too_short(evidence, what, set_s, floor, wanted_s, formula, least_s=least_s),)
+    reason = f"{message}, less than {least_s:.4g}"
+    return (_too_short(evidence, reason, set_s, floor, wanted_s, formula, least_s=least_s),)
 
 
 def _auto_timeout(evidence: Evidence, step_s: float) -> float:
-    """ "auto": from the plan, and while training no less than from the steps seen (train/collective_timeouts.py)."""
+    """Return the timeout of "auto": from the plan, and in training at least from the steps so far.
+
+    See train/collective_timeouts.py.
+    """
     planned_s = 0.0
     if evidence.plan is not None:
         planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)
@@ -239,7 +254,7 @@ def _auto_timeout(evidence: Evidence, step_s: float) -> float:
 
 
 def _shorter_patience(evidence: Evidence, set_s: float) -> Edit | None:
-    """Of an "auto" that is as long as the patience with a silent rank: that is what to shorten."""
+    """Return an edit of fault.dead_after_s where an "auto" timeout is long because of it."""
     job = evidence.the_job
     if not isinstance(job.train.timeout_s, str) or set_s > job.fault.dead_after_s:
         return None
@@ -247,7 +262,7 @@ def _shorter_patience(evidence: Evidence, set_s: float) -> Edit | None:
 
 
 def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> Outcome:
-    """No plan and no log: a number can still be too long."""
+    """Judge the timeout without plan and log: a number may still be too long."""
     most_s = limits.number("train_most_s")
     if isinstance(written, str) or written <= most_s:
         return unknown(
@@ -255,21 +270,23 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             fix="name a cluster the planner knows, or check the run's folder",
             at="train.timeout_s",
         )
-    statement = f"a rank waits {_as_text(written)} for another in a steady step"
+    message = f"a rank waits {_as_text(written)} for another in a steady step"
     wanted_s = max(most_s, _with_margin(longest_silence(evidence)), _default_s(evidence))
     if evidence.is_foreign and (written <= LONGEST_DEFAULT_S or not is_save_known(evidence)):
         return unknown(
-            f"{statement}; whether a save takes longer than that is not known",
+            f"{message}; whether a save takes longer than that is not known",
             fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",
             at="train.timeout_s",
         )
     if written <= wanted_s:
-        return passed(statement, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
-    return _too_long(evidence, limits, statement, written, wanted_s, written - wanted_s, _timeout_edit(wanted_s), ())
+        return passed(message, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
+    return _too_long(evidence, limits, message, written, wanted_s, written - wanted_s, _timeout_edit(wanted_s), ())
 
 
 def _slow_step(evidence: Evidence) -> tuple[float | None, str]:
-    """Seconds of a slow step: measured where there is a log of it, else the slow end of the prediction."""
+    """Return the seconds of a slow step, measured if there is a log, else the slow end of the prediction; and the
+    source.
+    """
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is not None and steps.duration_s is not None and math.isfinite(steps.duration_s.p99):
         return steps.duration_s.p99, "(measured, 99 of 100 are faster)"
@@ -311,7 +328,7 @@ def _too_short(
     *,
     least_s: float | None = None,
 ) -> Outcome:
-    """Under a silence that was seen, or under the floor, it ends healthy runs; else it is only tight."""
+    """Return the failure for a short timeout: an error below a measured silence or the floor, else a warning."""
     return failed(
         statement,
         formula=formula,
@@ -326,14 +343,16 @@ def _too_short(
 
 
 def _timeout_edit(wanted_s: float) -> Edit:
-    """Whole seconds, on the side that is allowed: five steps or more; beyond the bound, no more than moved it."""
+    """Return an edit in whole seconds on the allowed side: rounded up, beyond the bound rounded down."""
     whole_s = math.ceil(wanted_s) if wanted_s < MOST_S else math.floor(wanted_s)
     note = f"five steps, from 30 to 120 s, and {ROOM:g} times the longest save or evaluation"
     return Edit(key="train.timeout_s", value=whole_s, safe=True, note=note)
 
 
 def _per_failure(evidence: Evidence, late_s: float) -> Impact:
-    """Failures that nothing else notices are noticed so much later: hangs, where ranks have a heartbeat, else all."""
+    """Return the impact of noticing failures `late_s` later: hangs only, where ranks have heartbeats, else all
+    failures.
+    """
     share = HANGS if evidence.practice.heartbeat_s else 1.0
     note = (
         f"for the {share:.0%} of failures that only a timeout notices, as hangs" if share < 1 else "for every failure"

@@ -1,4 +1,4 @@
-"""COM005: what a lossy codec leaves out between peers is carried on, and raw gradients are not thinned out."""
+"""COM005: lossy codecs carry what they leave out to the next update, and do not thin out raw gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The codec of [sync], for what it is used on."""
+    """Check the codec of [sync] for the values it is used on."""
     sync = evidence.the_job.sync
     if not sync.has_peers:
         return exempt("no peers on slow links")
@@ -25,14 +25,14 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         )
     if sync.codec not in limits.words("biased"):
         return passed(f"{sync.codec} rounds to the nearest number, without a bias that adds up", value=sync.codec)
-    least = limits.number("least_feedback")
-    statement = f"{sync.codec} carries {sync.feedback:.0%} of what it leaves out to the next update"
-    if sync.feedback >= least:
-        return passed(statement, value=sync.feedback, threshold=least, at="sync.feedback")
+    min_feedback = limits.number("least_feedback")
+    message = f"{sync.codec} carries {sync.feedback:.0%} of what it leaves out to the next update"
+    if sync.feedback >= min_feedback:
+        return passed(message, value=sync.feedback, threshold=min_feedback, at="sync.feedback")
     return failed(
-        f"{statement}, less than {least:.0%}",
+        f"{message}, less than {min_feedback:.0%}",
         value=sync.feedback,
-        threshold=least,
+        threshold=min_feedback,
         at="sync.feedback",
         impact=Impact(note="no time lost, but what is left out is lost, always of the same parameters"),
         edits=(Edit(key="sync.feedback", value=0.95, safe=False, note="SparseLoCo's"),),

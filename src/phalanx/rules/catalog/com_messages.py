@@ -1,4 +1,4 @@
-"""The plan's collectives as evidence: their messages, and plans whose traffic is no traffic."""
+"""The messages of the plan's collectives as evidence, and detection of plans with damaged traffic numbers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,25 @@ __all__ = (
 
 
 def damaged_traffic(plan: Plan) -> Outcome | None:
-    """A plan file whose traffic is no traffic: edited by hand, or torn."""
-    numbers = [n for one in plan.mapping for n in (one.bytes_per_step, one.wire_s, one.shown_s, plan.prediction.step_s)]
+    """Return an outcome for a plan file whose traffic has impossible numbers (edited or truncated); else None."""
+    numbers = [
+        number
+        for group in plan.mapping
+        for number in (group.bytes_per_step, group.wire_s, group.shown_s, plan.prediction.step_s)
+    ]
     if all(math.isfinite(number) and number >= 0 for number in numbers):
         return None
     return unknown("the plan's traffic has numbers that cannot be", fix="plan the job again: phalanx plan JOB --out")
 
 
 def plan_messages(evidence: Evidence) -> tuple[Message, ...]:
-    """Every sum, gather and scatter of a step that more than one rank takes part in, gradients first."""
+    """Return every sum, gather and scatter of a step between two or more ranks, gradients first."""
     plan = evidence.the_plan
     return axis_messages(evidence.the_job, plan.cluster, plan.layout, plan.mapping)
 
 
 def gradient_messages(evidence: Evidence) -> tuple[Message, ...]:
-    """Those that sum gradients."""
-    return tuple(one for one in plan_messages(evidence) if one.axis in REDUCING and one.operation != "all-gather")
+    """Return the messages that sum gradients."""
+    return tuple(
+        message for message in plan_messages(evidence) if message.axis in REDUCING and message.operation != "all-gather"
+    )

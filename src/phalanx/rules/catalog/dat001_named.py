@@ -1,4 +1,4 @@
-"""DAT001: the file says what it trains on, and what it names is there."""
+"""DAT001: the file names its training data, and the named data exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_START = Impact(note="the job fails before its first step, after its devices w
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Sources that are named, and those that are not where this machine would have them."""
+    """Check that data sources are named, and that none is missing in a folder of this machine."""
     data = evidence.data
     if data is None:
         return exempt("the data is not a matter of this file, or of this machine")

@@ -1,4 +1,4 @@
-"""DAT002: the training does not read its corpus more often than repeating helps."""
+"""DAT002: the training does not read its corpus more often than repetition helps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPEATS = Impact(note="no time lost, but tokens that are seen again teach less, 
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Tokens of the job over those of the corpus."""
+    """Compare the tokens of the job with those of the corpus."""
     data, plan = evidence.data, evidence.plan
     tokens = plan.duration.tokens if plan is not None else evidence.the_job.data.tokens
     if evidence.is_foreign and not evidence.stated("data.tokens"):
@@ -24,20 +24,20 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("a model for tests: nothing is learnt")
     if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
         return exempt(f"{steps:,.0f} steps are a test: nothing is learnt")
-    epochs, most = tokens / data.tokens, limits.number("most_epochs")
-    statement = f"{format_count(tokens)} tokens of a corpus of {format_count(data.tokens)}: {epochs:,.1f} epochs"
+    epochs, max_epochs = tokens / data.tokens, limits.number("most_epochs")
+    message = f"{format_count(tokens)} tokens of a corpus of {format_count(data.tokens)}: {epochs:,.1f} epochs"
     formula = (f"{tokens:.4g} / {data.tokens:.4g} = {epochs:.3g} epochs",)
-    if epochs <= most:
-        return passed(statement, formula=formula, value=epochs, threshold=most, unit="epochs")
+    if epochs <= max_epochs:
+        return passed(message, formula=formula, value=epochs, threshold=max_epochs, unit="epochs")
     return failed(
-        f"{statement}, more than {most:g}",
+        f"{message}, more than {max_epochs:g}",
         formula=formula,
         value=epochs,
-        threshold=most,
+        threshold=max_epochs,
         unit="epochs",
         at=f"setting:{data.setting}" if data.setting else "data.tokens",
         impact=REPEATS,
-        fix=f"train on {format_count(most * data.tokens)} tokens or fewer, or add text",
+        fix=f"train on {format_count(max_epochs * data.tokens)} tokens or fewer, or add text",
     )
 
 

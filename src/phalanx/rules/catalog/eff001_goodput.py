@@ -1,4 +1,4 @@
-"""EFF001: enough of the time is spent training."""
+"""EFF001: enough of the wall time is effective training time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = "failed"
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """As the plan expects it, as the run measured it, and its worst hour."""
+    """Check the predicted effective training time, the measured one, and that of the worst hour."""
     if evidence.plan is None and evidence.log is None:
         return (_no_plan(evidence),)
     planned = () if evidence.plan is None else (_judge_prediction(evidence, limits),)
@@ -45,7 +45,7 @@ def _no_plan(evidence: Evidence) -> Outcome:
 
 
 def _judge_end(evidence: Evidence) -> tuple[Outcome, ...]:
-    """A run that failed has no effective time after that, however long or short it was."""
+    """Return a failure for a run that failed: its share of effective time does not matter then."""
     log = evidence.the_log
     if log.state != FAILED:
         return ()
@@ -70,15 +70,15 @@ def _judge_prediction(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt(f"{value:.1%} predicted: reported, not judged on {evidence.profile.name}")
     if (missing := unmeasured_rate(evidence)) is not None:
         return missing
-    statement = f"{value:.1%} of the time is predicted to train, {target:.0%} is the target of {evidence.scaling.name}"
+    message = f"{value:.1%} of the time is predicted to train, {target:.0%} is the target of {evidence.scaling.name}"
     if evidence.the_plan.job.fault.recovery == "stop":
-        statement += "; somebody starts it again after each failure (FLT003)"
+        message += "; somebody starts it again after each failure (FLT003)"
     if value >= target:
-        what = f"how often {evidence.practice.trainer} saves; at the optimum {value:.1%} of the time would train"
-        missing = unstated_key(evidence, "checkpoint.interval_s", what)
-        return missing or passed(statement, formula=formula, value=value, threshold=target)
+        reason = f"how often {evidence.practice.trainer} saves; at the optimum {value:.1%} of the time would train"
+        missing = unstated_key(evidence, "checkpoint.interval_s", reason)
+        return missing or passed(message, formula=formula, value=value, threshold=target)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=value,
         threshold=target,
@@ -91,7 +91,7 @@ def _judge_prediction(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _expected_share(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
-    """The plan's effective time; of a job that ends within an interval, without a save to wait for but the last."""
+    """Return the plan's effective time and its formula; a job shorter than an interval has only its last save."""
     r, length_s = plan.reliability, job_s(plan)
     if not r.interval_s > length_s:
         formula = (
@@ -102,12 +102,14 @@ def _expected_share(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
     if not (r.mtbf_s > 0 and length_s > 0):
         return finite_value(r.effective_time), ()
     value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
-    lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
-    return finite_value(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+    loss_text = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
+    return finite_value(value), (
+        f"1 - ({loss_text}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",
+    )
 
 
 def _at_other_sites(r: Reliability) -> tuple[str, ...]:
-    """How far the value moves where failure rate and recovery time are not the user's own."""
+    """Return the range of the value at published sites; empty where the user gives failure rate and recovery time."""
     shares = site_interval(r.effective_time_interval)
     if shares is None:
         return ()
@@ -118,14 +120,14 @@ def _at_other_sites(r: Reliability) -> tuple[str, ...]:
 
 
 def _cheaper_settings(plan: Plan) -> str:
-    """What is left to do: the interval where it is far from the optimum, copies where there are none."""
-    r, wanted = plan.reliability, []
+    """Return the settings that make failures cheaper: interval, copies in memory, and detection."""
+    r, advice = plan.reliability, []
     if r.interval_s > 2 * r.optimal_interval_s:
-        wanted.append(f"checkpoint every {r.optimal_interval_s:,.0f} s (CKP001)")
+        advice.append(f"checkpoint every {r.optimal_interval_s:,.0f} s (CKP001)")
     if r.memory_every <= 0:
-        wanted.append("keep copies in memory (checkpoint.memory_every)")
-    wanted.append("lower fault.detect_s and fault.restart_s to what drills measure")
-    return ", ".join(wanted)
+        advice.append("keep copies in memory (checkpoint.memory_every)")
+    advice.append("lower fault.detect_s and fault.restart_s to what drills measure")
+    return ", ".join(advice)
 
 
 def _judge_measured(evidence: Evidence, limits: Limits) -> Outcome:
@@ -140,14 +142,14 @@ def _judge_measured(evidence: Evidence, limits: Limits) -> Outcome:
     if wall_s(log) < limits.number("least_wall_s"):
         lasted = format_seconds(wall_s(log))
         return exempt(f"{value:.1%} trained: reported, not judged, since {lasted} are mostly start and end")
-    statement = (
+    message = (
         f"{value:.1%} of {format_seconds(wall_s(log))} trained, {target:.0%} is the target of {evidence.scaling.name}"
     )
     formula = (f"seconds of steps that stayed / seconds on the clock = {value:.3f}; at least {target:g}",)
     if value >= target:
-        return passed(statement, formula=formula, value=value, threshold=target)
+        return passed(message, formula=formula, value=value, threshold=target)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=value,
         threshold=target,
@@ -159,23 +161,23 @@ def _judge_measured(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _worst_hour(evidence: Evidence, limits: Limits) -> Outcome:
-    log, least = evidence.the_log, limits.number("hour")
+    log, min_share = evidence.the_log, limits.number("hour")
     value = finite_value(log.lowest_hour)
-    if value is None or least <= NOT_JUDGED or wall_s(log) < limits.number("least_wall_s"):
+    if value is None or min_share <= NOT_JUDGED or wall_s(log) < limits.number("least_wall_s"):
         return exempt("no full hour to judge by itself")
     if log.grammar.unclosed:
         return exempt(f"{value:.1%} in the worst hour: an incident is open, FLT002 judges it")
-    statement = f"{value:.1%} of the worst hour trained"
-    formula = (f"{value:.3f}; at least {least:g}",)
-    if value >= least:
-        return passed(statement, formula=formula, value=value, threshold=least)
+    message = f"{value:.1%} of the worst hour trained"
+    formula = (f"{value:.3f}; at least {min_share:g}",)
+    if value >= min_share:
+        return passed(message, formula=formula, value=value, threshold=min_share)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=value,
-        threshold=least,
+        threshold=min_share,
         at=file_of(log),
-        impact=evidence.loses_once((least - value) * HOUR_S, "in the worst hour, up to half of it"),
+        impact=evidence.loses_once((min_share - value) * HOUR_S, "in the worst hour, up to half of it"),
         fix="look at that hour in phalanx web, Run: effective training time over the last hour, with what happened",
     )
 

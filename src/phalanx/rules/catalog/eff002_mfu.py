@@ -14,7 +14,7 @@ LOW_BITS = ("fp8", "fp4")
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The measured rate over the peak."""
+    """Compare the measured MFU with the floor of the hardware profile."""
     log, value = evidence.the_log, finite_value(evidence.the_log.mfu)
     floor = _mfu_floor(evidence, limits)
     if value is None:
@@ -27,12 +27,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt(f"MFU {value:.1%}: reported, not judged: no published floor for {evidence.profile.name}")
     if steps_of(log) < limits.number("least_steps"):
         return exempt(f"MFU {value:.1%} over {plural(steps_of(log), 'step')}: too few to judge")
-    statement = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
+    message = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
     formula = _mfu_formula(evidence, value, floor)
     if value >= floor:
-        return passed(statement, formula=formula, value=value, threshold=floor)
+        return passed(message, formula=formula, value=value, threshold=floor)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=value,
         threshold=floor,
@@ -43,7 +43,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _mfu_floor(evidence: Evidence, limits: Limits) -> float:
-    """MFU is always over the 16-bit peak: what 8 bits win is partly lost to scaling and casts."""
+    """Return the MFU floor.
+
+    MFU is always relative to the 16-bit peak, and the floor of 8-bit formats is lower: part of their gain is lost
+    to scaling and casts.
+    """
     floor, job, plan = limits.number("floor"), evidence.job, evidence.plan
     if plan is not None and plan.cluster.accelerator.family == "tpu-v5" and evidence.profile.name == "tpu":
         floor = limits.number("floor_tpu_v5")

@@ -1,4 +1,4 @@
-"""EFF003: steps are steady, and little of them is lost to waiting."""
+"""EFF003: steps are steady, and little of their time is spent waiting."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from phalanx.units import format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 
-NOT_JUDGED = 1.0  # as a share: nothing is larger
+NOT_JUDGED = 1.0  # a share of 1, which nothing exceeds
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Spread, drift, data and imbalance, each by itself."""
+    """Check spread, drift, waiting for data and imbalance, one outcome each."""
     log, steps = evidence.the_log, evidence.the_log.steps
-    least = limits.number("least_steps")
+    min_steps = limits.number("least_steps")
     if steps is None or steps.duration_s is None:
         missing = still_reading(log, "steady steps")
-        if missing is None and steps is not None and steps.count > least:
+        if missing is None and steps is not None and steps.count > min_steps:
             missing = unknown("no step has a duration", fix="every rank writes duration_s with every step")
         return (missing or exempt("no steady steps yet"),)
-    if steps.duration_s.count < least:
-        return (exempt(f"{plural(steps.duration_s.count, 'steady step')}: too few to judge (from {least:g} on)"),)
+    if steps.duration_s.count < min_steps:
+        return (exempt(f"{plural(steps.duration_s.count, 'steady step')}: too few to judge (from {min_steps:g} on)"),)
     return (
         _judge_spread(evidence, steps, limits),
         _judge_drift(evidence, log, steps, limits),
@@ -36,21 +36,21 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    took, most = steps.duration_s, limits.number("spread")
-    p50, p95 = (finite_value(took.p50), finite_value(took.p95)) if took is not None else (None, None)
-    if not p50 or p50 <= 0 or p95 is None or took is None:
+    duration_s, max_spread = steps.duration_s, limits.number("spread")
+    p50, p95 = (finite_value(duration_s.p50), finite_value(duration_s.p95)) if duration_s is not None else (None, None)
+    if not p50 or p50 <= 0 or p95 is None or duration_s is None:
         return exempt("steps take no time on record")
     ratio = p95 / p50
-    statement = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
-    formula = (f"{p95:.4g} s / {p50:.4g} s = {ratio:.3f}; at most {most:g}",)
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
-    mean = finite_value(took.mean) or p50
+    message = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
+    formula = (f"{p95:.4g} s / {p50:.4g} s = {ratio:.3f}; at most {max_spread:g}",)
+    if ratio <= max_spread:
+        return passed(message, formula=formula, value=ratio, threshold=max_spread, unit="x")
+    mean = finite_value(duration_s.mean) or p50
     return failed(
-        statement,
+        message,
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_spread,
         unit="x",
         at=file_of(evidence.the_log),
         impact=evidence.loses(1 - p50 / mean if mean > p50 else 0.0, "mean step over the median one"),
@@ -59,19 +59,19 @@ def _judge_spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outco
 
 
 def _judge_drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) -> Outcome:
-    drift, most = finite_value(steps.drift), limits.number("drift")
-    if drift is None or most >= NOT_JUDGED or wall_s(log) < limits.number("drift_wall_s"):
+    drift, max_drift = finite_value(steps.drift), limits.number("drift")
+    if drift is None or max_drift >= NOT_JUDGED or wall_s(log) < limits.number("drift_wall_s"):
         statement = f"drift {drift:+.1%}: " if drift is not None else ""
         return exempt(f"{statement}not judged of {format_seconds(wall_s(log))}")
     statement = f"the last quarter's steps take {drift:+.1%} of the first quarter's"
-    formula = (f"median of the last quarter / median of the first - 1 = {drift:+.4f}; at most {most:g}",)
-    if drift <= most:
-        return passed(statement, formula=formula, value=drift, threshold=most)
+    formula = (f"median of the last quarter / median of the first - 1 = {drift:+.4f}; at most {max_drift:g}",)
+    if drift <= max_drift:
+        return passed(statement, formula=formula, value=drift, threshold=max_drift)
     return failed(
         statement,
         formula=formula,
         value=drift,
-        threshold=most,
+        threshold=max_drift,
         at=file_of(evidence.the_log),
         impact=evidence.loses(drift / (1 + drift) / 2, "steps that became slower, half of it over the run"),
         fix="look for what grows: logs, caches, fragments in the allocator, clocks that were lowered by heat",
@@ -79,42 +79,42 @@ def _judge_drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Li
 
 
 def _judge_data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    share, most = finite_value(steps.data_share), limits.number("data")
+    share, max_share = finite_value(steps.data_share), limits.number("data")
     if share is None:
         return exempt("the log does not say how long steps wait for data")
-    statement = f"{share:.1%} of the step time waits for data"
-    formula = (f"{share:.4f}; at most {most:g}",)
-    if share <= most:
-        return passed(statement, formula=formula, value=share, threshold=most)
+    message = f"{share:.1%} of the step time waits for data"
+    formula = (f"{share:.4f}; at most {max_share:g}",)
+    if share <= max_share:
+        return passed(message, formula=formula, value=share, threshold=max_share)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_share,
         at=file_of(evidence.the_log),
-        impact=evidence.loses(share - most, "waiting for batches"),
+        impact=evidence.loses(share - max_share, "waiting for batches"),
         fix="build the data where it is read fast (phalanx data build), on a local disk, in fewer and larger files",
     )
 
 
 def _judge_imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    slowest, most = finite_value(log.imbalance), limits.number("waste")
+    slowest, max_waste = finite_value(log.imbalance), limits.number("waste")
     if slowest is None or slowest <= 0:
         return exempt("the log does not compare the ranks' own times")
     waste = max(0.0, 1 - 1 / slowest)
-    statement = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
-    if most >= NOT_JUDGED:
-        return exempt(f"{statement}: reported, not judged on {evidence.profile.name}, where ranks share cores")
-    formula = (f"1 - 1/S = 1 - 1/{slowest:.3f} = {waste:.3f}; at most {most:g}",)
-    if waste <= most:
-        return passed(statement, formula=formula, value=waste, threshold=most)
+    message = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
+    if max_waste >= NOT_JUDGED:
+        return exempt(f"{message}: reported, not judged on {evidence.profile.name}, where ranks share cores")
+    formula = (f"1 - 1/S = 1 - 1/{slowest:.3f} = {waste:.3f}; at most {max_waste:g}",)
+    if waste <= max_waste:
+        return passed(message, formula=formula, value=waste, threshold=max_waste)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=waste,
-        threshold=most,
+        threshold=max_waste,
         at=file_of(evidence.the_log),
-        impact=evidence.loses(waste - most, "ranks that wait for the slowest"),
+        impact=evidence.loses(waste - max_waste, "ranks that wait for the slowest"),
         fix="first the plan (uneven stages, sequences of unequal length), then the machine that TEL004 names",
     )
 

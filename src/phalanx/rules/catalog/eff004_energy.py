@@ -1,4 +1,4 @@
-"""EFF004: energy is counted, and told per token and in dollars."""
+"""EFF004: energy is counted by a counter, and reported per token and in dollars."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts
 
 NO_TIME = Impact(note="costs no time: energy that is not counted cannot be saved, or billed")
-DUE_S = 20.0  # a first sample: TEL001's interval, twice
+DUE_S = 20.0  # until the first sample: twice TEL001's interval
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """A counter behind the joules, and the joules in the summary."""
+    """Check that the energy comes from a counter, and that the log has joules."""
     log = evidence.the_log
     if evidence.profile.name == "tpu" and not _energy_sources(log):
         return unknown("no energy counter of TPUs is published", fix="take the site's meter, and say so in a waiver")
@@ -31,10 +31,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     sources = _energy_sources(log)
     if not sources:
         return _without_counter(evidence, "no rank counts energy", "none", counters, limits)
-    guessed = [one for one in sources if one not in counters]
-    if guessed:
-        statement = f"energy is from {', '.join(guessed)}, not from a counter"
-        return _without_counter(evidence, statement, ", ".join(guessed), counters, limits)
+    estimates = [source for source in sources if source not in counters]
+    if estimates:
+        message = f"energy is from {', '.join(estimates)}, not from a counter"
+        return _without_counter(evidence, message, ", ".join(estimates), counters, limits)
     return _energy_reported(log, sources)
 
 
@@ -45,8 +45,11 @@ def _energy_sources(log: LogFacts) -> tuple[str, ...]:
 def _without_counter(
     evidence: Evidence, statement: str, value: str, counters: tuple[str, ...], limits: Limits
 ) -> Outcome:
-    """On CPUs a remark: RAPL is readable by root alone, and not at all on most virtual machines."""
-    how = (
+    """Return the failure for a run without a counter.
+
+    On CPUs it is a remark: RAPL is readable only by root, and missing on most virtual machines.
+    """
+    cpu_fix = (
         "let the ranks read the powercap counters (root, or chmod of energy_uj)" if not evidence.profile.is_gpu else ""
     )
     return failed(
@@ -57,7 +60,7 @@ def _without_counter(
         severity="info" if limits.flag("remark_only") else None,
         at=file_of(evidence.the_log),
         impact=NO_TIME,
-        fix=how or "pip install nvidia-ml-py reads the board's energy counter (Volta and newer)",
+        fix=cpu_fix or "pip install nvidia-ml-py reads the board's energy counter (Volta and newer)",
     )
 
 

@@ -1,4 +1,4 @@
-"""EFF005: the layout is predicted to use the hardware about as well as the best one found."""
+"""EFF005: the layout is predicted to use the hardware about as well as the best layout found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_JUDGED = 0.0
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The predicted step against the best that was found, and its MFU against what the hardware reaches."""
+    """Compare the predicted step with the best one found, and its MFU with what published jobs reach."""
     plan = evidence.the_plan
     if (missing := without_measurement(evidence, "how well a layout uses the hardware")) is not None:
         return missing
@@ -29,23 +29,23 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if plan.duration.training_s < limits.number("least_s"):
         return exempt("a job of minutes: no layout is worth a change")
     best, best_s = fastest_layout(evidence)
-    ratio, most = step_s / best_s, limits.number("most_ratio")
+    ratio, max_ratio = step_s / best_s, limits.number("most_ratio")
     floor, share = limits.number("floor"), limits.number("least_share")
     at = "plan:layout" if evidence.is_foreign else "parallel.mode"
     formula = (f"step {step_s:.3g} s, best found {best_s:.3g} s ({best.short}): {ratio:.2f}x; MFU {mfu:.1%}",)
-    if ratio > most:
-        lost = 1 - best_s / step_s
+    if ratio > max_ratio:
+        lost_share = 1 - best_s / step_s
         usd = evidence.usd
-        price = f": {format_money(lost * usd)}" if usd else ""
+        price = f": {format_money(lost_share * usd)}" if usd else ""
         return failed(
             f"your layout costs {ratio:.1f}x the best one found{price} (MFU {mfu:.1%} instead of {mfu * ratio:.1%})",
             formula=formula,
             value=ratio,
-            threshold=most,
+            threshold=max_ratio,
             unit="x",
             at=at,
-            impact=evidence.loses(lost, "beside the best layout found for the same job and cluster"),
-            fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {most:g}x is ours",
+            impact=evidence.loses(lost_share, "beside the best layout found for the same job and cluster"),
+            fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {max_ratio:g}x is ours",
         )
     large = plan.prediction.parameters >= limits.number("least_parameters")
     if large and floor > NOT_JUDGED and mfu < share * floor:
@@ -61,42 +61,50 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix=f"no layout found is much better: faster links between hosts, fewer devices, a larger batch or model; "
             f"the threshold, {share:g} of the floor of EFF002, is ours",
         )
-    statement = f"MFU {mfu:.1%} predicted, {ratio:.2f}x the step of the best layout found"
-    return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+    message = f"MFU {mfu:.1%} predicted, {ratio:.2f}x the step of the best layout found"
+    return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x")
 
 
 def fastest_layout(evidence: Evidence) -> tuple[Layout, float]:
-    """The fastest layout that fits and that the trainer can run, of all the plan knows, and its step."""
+    """Return the fastest known layout that fits and that the trainer can run, and its seconds per step."""
     plan = evidence.the_plan
-    known = [(plan.layout, plan.prediction.step_s)]
+    candidates = [(plan.layout, plan.prediction.step_s)]
     if plan.search.fastest_memory_bytes <= plan.memory.usable_bytes:
-        known.append((plan.search.fastest, plan.search.fastest_step_s))
-    known += [(one.layout, one.step_s) for one in plan.alternatives if one.fits]
+        candidates.append((plan.search.fastest, plan.search.fastest_step_s))
+    candidates += [(alternative.layout, alternative.step_s) for alternative in plan.alternatives if alternative.fits]
     if _shards_states_alone(evidence):
-        usual = [one for one in known if one[0].zero <= max(1, plan.layout.zero)]
-        known = usual if len(usual) == len(known) else [*usual, *_with_states_shared(plan)]
-    return min((one for one in known if math.isfinite(one[1]) and one[1] > 0), key=lambda one: one[1])
+        runnable = [candidate for candidate in candidates if candidate[0].zero <= max(1, plan.layout.zero)]
+        candidates = runnable if len(runnable) == len(candidates) else [*runnable, *_with_states_shared(plan)]
+    return min(
+        (candidate for candidate in candidates if math.isfinite(candidate[1]) and candidate[1] > 0),
+        key=lambda candidate: candidate[1],
+    )
 
 
 SHARDS_MORE = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "deepspeed", "deepspeed_config", "zero_stage")
 
 
 def _shards_states_alone(evidence: Evidence) -> bool:
-    """Megatron's distributed optimizer shares out what ZeRO-1 does; weights need one of its FSDPs, or DeepSpeed."""
+    """Return whether the trainer shards only optimizer states, as Megatron's distributed optimizer does (ZeRO-1).
+
+    Sharding weights needs one of Megatron's FSDPs, or DeepSpeed.
+    """
     return evidence.practice.trainer in ("megatron", "nemo") and evidence.find_setting(*SHARDS_MORE) is None
 
 
 def _with_states_shared(plan: Plan) -> list[tuple[Layout, float]]:
-    """The planner's free search once more, without the ZeRO stages that this trainer has not."""
-    from phalanx.plan.request import request_from_job  # numpy: only where the search found another stage
+    """Repeat the planner's free search without the ZeRO stages that this trainer lacks."""
+    from phalanx.plan.request import (
+        request_from_job,
+    )  # deferred: imports numpy, needed only where the search found another stage
     from phalanx.plan.search import search_layouts
 
     try:
         request, _ = request_from_job(plan.job, plan.cluster)
-        kept = {name: value for name, value in request.fixed.items() if name == "compression"}
-        limits = replace(request.limits, zero=tuple(one for one in request.limits.zero if one <= 1))
-        best = search_layouts(replace(request, fixed=kept, limits=limits)).best
-    except UserError:  # nothing fits with states alone
+        fixed = {name: value for name, value in request.fixed.items() if name == "compression"}
+        limits = replace(request.limits, zero=tuple(stage for stage in request.limits.zero if stage <= 1))
+        best = search_layouts(replace(request, fixed=fixed, limits=limits)).best
+    except UserError:  # no layout fits that shards only optimizer states
         return []
     return [(best.layout, best.step_s)]
 

@@ -1,4 +1,4 @@
-"""EFF006: an exchange over slow links takes no longer than the steps between two of them."""
+"""EFF006: an exchange over slow links takes no longer than the steps between two exchanges."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from phalanx.units import format_seconds
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The exchange that compute does not hide, against the compute between two exchanges."""
+    """Compare the exposed time of an exchange with the compute between two exchanges."""
     sites = evidence.the_plan.sites
     if sites is None or not evidence.the_job.sync.has_peers:
         return exempt("no exchange over slow links")
-    found, sync = sites.row.prediction, evidence.the_job.sync
-    wall_s = found.step_s * found.inner_steps
-    compute_s = wall_s - found.exposed_s
-    ratio, most = found.exposed_s / compute_s, limits.number("most_ratio")
-    period = f"{found.inner_steps:,} steps" if found.inner_steps > 1 else "the step"
-    statement = (
-        f"an exchange holds compute up for {format_seconds(found.exposed_s)}, and {period} take "
+    prediction, sync = sites.row.prediction, evidence.the_job.sync
+    wall_s = prediction.step_s * prediction.inner_steps
+    compute_s = wall_s - prediction.exposed_s
+    ratio, max_ratio = prediction.exposed_s / compute_s, limits.number("most_ratio")
+    period = f"{prediction.inner_steps:,} steps" if prediction.inner_steps > 1 else "the step"
+    message = (
+        f"an exchange holds compute up for {format_seconds(prediction.exposed_s)}, and {period} take "
         + format_seconds(compute_s)
     )
-    formula = (f"{found.exposed_s:.4g} s / {compute_s:.4g} s = {ratio:.3g}, at most {most:g}",)
-    at = "sync.inner_steps" if found.inner_steps > 1 else "sync.mode"
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, at=at)
-    row = next(one for one in sites.grid if one.codec == sync.codec)
+    formula = (f"{prediction.exposed_s:.4g} s / {compute_s:.4g} s = {ratio:.3g}, at most {max_ratio:g}",)
+    at = "sync.inner_steps" if prediction.inner_steps > 1 else "sync.mode"
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, at=at)
+    row = next(entry for entry in sites.grid if entry.codec == sync.codec)
     edits = []
     if row.smallest_inner_steps is not None:
         note = f"{sites.target_utilisation:.0%} utilisation with {sync.codec}"
         edits.append(Edit(key="sync.inner_steps", value=row.smallest_inner_steps, safe=False, note=note))
     return failed(
-        f"{statement}: sites wait longer than they compute",
+        f"{message}: sites wait longer than they compute",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         at=at,
-        impact=evidence.loses(1.0 - found.utilisation, "utilisation after the synchronous steps, as planned"),
+        impact=evidence.loses(1.0 - prediction.utilisation, "utilisation after the synchronous steps, as planned"),
         fix="a smaller codec, more inner steps, or delay_steps that hide the exchange; phalanx plan has the table",
         edits=tuple(edits),
     )

@@ -1,4 +1,4 @@
-"""ENV001: no environment variable slows the job down, turns off what it relies on, or gives a credential away."""
+"""ENV001: no environment variable slows the job down, turns off what it relies on, or reveals a credential."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ON = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trap:
-    """A value of a variable that costs time or a guard."""
+    """The values of a variable that cost time or turn off error handling."""
 
     values: tuple[str, ...]
     harm: str
-    several_hosts: bool = False  # harmless on one host
-    several_devices: bool = False  # harmless with one device per host
+    several_hosts: bool = False  # the trap matters only with several hosts
+    several_devices: bool = False  # the trap matters only with several devices per host
 
 
 TRAPS = {
@@ -58,53 +58,62 @@ EXPLAINS = re.compile(
     r"|没有|避免|否则|不支持|解决|卡住|卡死",
     re.IGNORECASE,
 )
-# Networks that NCCL reaches by a plugin, as EFA: they do not go through what NCCL_IB_DISABLE turns off.
+# Signs of a network that NCCL uses through a plugin, such as EFA: NCCL_IB_DISABLE does not affect it.
 PLUGIN = re.compile(r"FI_PROVIDER|FI_EFA_\w+|NCCL_NET_PLUGIN|NCCL_FASTRAK_\w+|NCCL_GPUDIRECTTCPX_\w+|OFI_NCCL_\w+")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Every variable of the file that is a trap with the value it has."""
+    """Check the environment variables of the file for credentials and for values that are traps."""
     variables = {
-        name.removeprefix("env."): str(one.value).strip()
-        for name, one in evidence.settings.items()
-        if name.startswith("env.") and one.value is not None
+        name.removeprefix("env."): str(setting.value).strip()
+        for name, setting in evidence.settings.items()
+        if name.startswith("env.") and setting.value is not None
     }
     secrets = tuple(_secrets(evidence))
     if not variables:
         return secrets or (exempt("the file sets no environment variable"),)
-    found = [*secrets, *_traps(evidence, variables, limits.words("traps")), *_connections(evidence, variables, limits)]
-    return tuple(found) or (passed(f"{len(variables)} environment variables, none of them a trap", value=0),)
+    outcomes = [
+        *secrets,
+        *_traps(evidence, variables, limits.words("traps")),
+        *_connections(evidence, variables, limits),
+    ]
+    return tuple(outcomes) or (passed(f"{len(variables)} environment variables, none of them a trap", value=0),)
 
 
 def _secrets(evidence: Evidence) -> Iterator[Outcome]:
-    """Variables and arguments whose value is a credential; the value itself is never shown."""
+    """Yield a failure per variable or argument whose value is a credential; the value itself is never shown."""
     for name, setting in evidence.settings.items():
         if isinstance(setting.value, str) and is_secret(f"{name}={setting.value}"):
-            shown = name.removeprefix("env.")
+            variable = name.removeprefix("env.")
             yield failed(
-                f"{shown} stands in the file with its value, which looks like a credential",
+                f"{variable} stands in the file with its value, which looks like a credential",
                 at=f"setting:{name}",
                 severity="error",
                 impact=Impact(
                     note="no time by itself: files travel further than anybody remembers, and so do logs of them"
                 ),
-                fix=f"revoke it, and hand {shown} over in the environment of whoever starts the job",
+                fix=f"revoke it, and hand {variable} over in the environment of whoever starts the job",
             )
 
 
 def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]) -> Iterator[Outcome]:
-    alone, single = _is_one_host(evidence), _is_one_device(evidence)
+    one_host, one_device = _is_one_host(evidence), _is_one_device(evidence)
     for name in names:
         trap, value = TRAPS[name], variables.get(name, "")
-        if value.lower() not in trap.values or (trap.several_hosts and alone) or (trap.several_devices and single):
+        if (
+            value.lower() not in trap.values
+            or (trap.several_hosts and one_host)
+            or (trap.several_devices and one_device)
+        ):
             continue
-        if name == "NCCL_IB_DISABLE" and any(PLUGIN.fullmatch(one) for one in variables):
+        if name == "NCCL_IB_DISABLE" and any(PLUGIN.fullmatch(variable) for variable in variables):
             continue
         if name == "NCCL_NET_GDR_LEVEL" and _goes_by_sockets(variables):
-            continue  # sockets never read device memory: it costs nothing more
+            # Sockets never read device memory, so the setting costs nothing more.
+            continue
         if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
-            continue  # cuDNN's fused attention takes its place
+            continue  # cuDNN's fused attention is used instead
         yield failed(
             f"{name}={value}: {trap.harm}",
             value=value,
@@ -116,43 +125,44 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
 
 
 def _goes_by_sockets(variables: dict[str, str]) -> bool:
-    """Whether another variable keeps NCCL off InfiniBand and RoCE already."""
+    """Return whether another variable already keeps NCCL off InfiniBand and RoCE."""
     return any(variables.get(name, "").lower() in TRAPS[name].values for name in ("NCCL_IB_DISABLE", "NCCL_NET"))
 
 
-# How a launcher is told of its hosts: torchrun, DeepSpeed, Accelerate. Where one is, Slurm's number is that of the
-# hosts that are held, and not of those that are used.
+# Settings with the number of hosts for a launcher: torchrun, DeepSpeed, Accelerate. If one exists, Slurm's number is
+# only that of the allocated hosts, which may be more.
 HOSTS, HELD = ("nnodes", "num_nodes", "num_machines"), ("SBATCH.nodes",)
 SEVERAL = ("hostfile", "H", "machine_rank", "rdzv_endpoint")
 
 
 def _is_one_host(evidence: Evidence) -> bool:
-    """Whether nothing says that there are several: launchers start on one host unless they are told of others."""
+    """Return whether the job runs on one host: launchers use one unless they are given more."""
     if evidence.plan is not None:
         return evidence.plan.reliability.hosts == 1
-    include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
+    # DeepSpeed's launcher: localhost:0,1,2,3.
+    include = evidence.find_setting("include", "i")
     if include is not None:
         return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
     for names in (HOSTS, HELD):
-        said = [one for name in names if (one := evidence.find_setting(name)) is not None]
-        if said:
-            return all(str(one.value) == "1" for one in said)
+        settings = [setting for name in names if (setting := evidence.find_setting(name)) is not None]
+        if settings:
+            return all(str(setting.value) == "1" for setting in settings)
     return evidence.find_setting(*SEVERAL) is None
 
 
 def _is_one_device(evidence: Evidence) -> bool:
     if evidence.plan is not None:
         return evidence.plan.layout.devices <= evidence.plan.reliability.hosts
-    seen = evidence.find_setting("env.CUDA_VISIBLE_DEVICES")
-    if seen is not None and re.fullmatch(r"\d+", str(seen.value).strip("\"' ")):
+    visible = evidence.find_setting("env.CUDA_VISIBLE_DEVICES")
+    if visible is not None and re.fullmatch(r"\d+", str(visible.value).strip("\"' ")):
         return True
     return evidence.setting_number("nproc_per_node", "num_gpus", "num_processes") == 1
 
 
 def _is_explained(evidence: Evidence, name: str) -> bool:
-    """Whether the author wrote beside it what it is needed for: no setting that was left in."""
-    found = evidence.find_setting(f"env.{name}")
-    return found is not None and EXPLAINS.search(found.comment) is not None
+    """Return whether a comment of the author states what the variable is needed for."""
+    setting = evidence.find_setting(f"env.{name}")
+    return setting is not None and EXPLAINS.search(setting.comment) is not None
 
 
 def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) -> Iterator[Outcome]:
@@ -160,30 +170,33 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
     if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo") or evidence.changed:
         return
     if any("bubble" in name for name in evidence.settings):
-        return  # a zero-bubble schedule has traffic of its own to overlap
+        return  # a zero-bubble schedule has its own traffic to overlap
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
-    wanted = limits.number("connections")
+    queues = limits.number("connections")
     if _is_blackwell(evidence, int(value), limits):
         return
-    if sharded and int(value) == wanted:
-        what = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
-    elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != wanted:
-        what = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
+    if sharded and int(value) == queues:
+        message = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
+    elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != queues:
+        message = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
     else:
         return
     yield failed(
-        what,
+        message,
         value=int(value),
-        threshold=wanted,
+        threshold=queues,
         at=f"setting:env.{CONNECTIONS}",
         impact=Impact(note="kernels are not launched in the order that hides communication (Hopper and older)"),
-        fix=f"{CONNECTIONS}={wanted:g}" if not sharded else f"leave {CONNECTIONS} out",
+        fix=f"{CONNECTIONS}={queues:g}" if not sharded else f"leave {CONNECTIONS} out",
     )
 
 
 def _is_blackwell(evidence: Evidence, value: int, limits: Limits) -> bool:
-    """Whether order does not depend on one queue: of hardware that nobody names, by the number its recipes set."""
+    """Return whether kernel order does not depend on one queue.
+
+    Without a known cluster, the value that recipes set on Blackwell identifies it.
+    """
     if evidence.plan is not None:
         return evidence.plan.cluster.accelerator.family in limits.words("without_order")
     return value == limits.number("blackwell_queues")

@@ -1,4 +1,4 @@
-"""FLT001: failures are noticed by heartbeat, soon."""
+"""FLT001: failures are detected soon, by heartbeat."""
 
 from __future__ import annotations
 
@@ -13,40 +13,43 @@ from phalanx.units import format_seconds, plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The trainer's heartbeat, the job's patience, and what was measured."""
+    """Check the trainer's heartbeat, the job's limit of silence, and the measured detection times."""
     beat_s = evidence.practice.heartbeat_s
-    silent = beat_s is not None and beat_s <= 0  # then there is no silence to be patient with
+    # Without heartbeats there is no silence to judge.
+    silent = beat_s is not None and beat_s <= 0
     patience = () if silent else (_judge_patience(evidence, limits),)
     return (_judge_heartbeat(evidence, limits), *patience, *_judge_measured(evidence, limits))
 
 
 def _judge_heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
-    practice, most = evidence.practice, limits.number("heartbeat_s")
+    practice, max_heartbeat_s = evidence.practice, limits.number("heartbeat_s")
     beat_s = practice.heartbeat_s
     if beat_s is None:
         return unknown(
             f"whether ranks of {practice.trainer} send heartbeats is not known", fix="name a run log with a failure"
         )
-    statement = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
-    if 0 < beat_s <= most:
-        return passed(statement, value=beat_s, threshold=most, unit="s")
+    message = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
+    if 0 < beat_s <= max_heartbeat_s:
+        return passed(message, value=beat_s, threshold=max_heartbeat_s, unit="s")
     if beat_s <= 0:
-        statement = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
+        message = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
     waits_s = _timeout_s(evidence)
     return failed(
-        statement,
-        formula=(f"heartbeat {beat_s:g} s is not within (0, {most:g}] s; a collective waits {waits_s:g} s",),
+        message,
+        formula=(f"heartbeat {beat_s:g} s is not within (0, {max_heartbeat_s:g}] s; a collective waits {waits_s:g} s",),
         value=beat_s,
-        threshold=most,
+        threshold=max_heartbeat_s,
         unit="s",
-        severity=_late_severity(beat_s, most, limits) if beat_s > 0 else _late_severity(math.inf, most, limits),
+        severity=_late_severity(beat_s, max_heartbeat_s, limits)
+        if beat_s > 0
+        else _late_severity(math.inf, max_heartbeat_s, limits),
         impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
         fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
     )
 
 
 def _timeout_s(evidence: Evidence) -> float:
-    """How long a collective waits: what the job says, else PyTorch's 600 s for NCCL and 1800 s for gloo."""
+    """Return the seconds that a collective waits: the job's, else PyTorch's 600 s for NCCL and 1800 s for gloo."""
     job = evidence.the_job
     if evidence.stated("train.timeout_s") and not isinstance(job.train.timeout_s, str):
         return job.train.timeout_s
@@ -56,35 +59,35 @@ def _timeout_s(evidence: Evidence) -> float:
 
 
 def _judge_patience(evidence: Evidence, limits: Limits) -> Outcome:
-    dead_s, most = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
+    dead_s, max_dead_after_s = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
     if not evidence.stated("fault.dead_after_s"):
         return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
-    statement = f"a rank is dead after {dead_s:g} s of silence"
-    least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
-    if dead_s < least:
-        return _too_short(evidence, statement, least, limits)
-    if dead_s <= most:
-        return passed(statement, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
+    message = f"a rank is dead after {dead_s:g} s of silence"
+    min_beats = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
+    if dead_s < min_beats:
+        return _too_short(evidence, message, min_beats, limits)
+    if dead_s <= max_dead_after_s:
+        return passed(message, value=dead_s, threshold=max_dead_after_s, unit="s", at="fault.dead_after_s")
     return failed(
-        statement,
-        formula=(f"fault.dead_after_s = {dead_s:g} s > {most:g} s",),
+        message,
+        formula=(f"fault.dead_after_s = {dead_s:g} s > {max_dead_after_s:g} s",),
         value=dead_s,
-        threshold=most,
+        threshold=max_dead_after_s,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late_severity(dead_s, most, limits),
-        impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
-        edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
+        severity=_late_severity(dead_s, max_dead_after_s, limits),
+        impact=per_failure(evidence, dead_s - max_dead_after_s, "silence that nobody acts on"),
+        edits=(Edit(key="fault.dead_after_s", value=int(max_dead_after_s), safe=True, note="the longest allowed"),),
     )
 
 
 def _late_severity(value_s: float, most: float, limits: Limits) -> Severity | None:
-    """Too late is a warning in small jobs, and a little beyond the bound; too early is an error at any size."""
+    """Return the severity of late detection: a warning in small jobs and slightly beyond the bound."""
     return severity_above(value_s, most, limits) if limits.flag("late_is_error") else "warning"
 
 
 def _too_short(evidence: Evidence, statement: str, least: float, limits: Limits) -> Outcome:
-    """Shorter than a few heartbeats: every rank is dead between two of them."""
+    """Return the failure for a limit shorter than a few heartbeats: every rank would count as dead between two."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
         f"{statement}, and sends a heartbeat only every {beat_s:g} s",
@@ -101,36 +104,38 @@ def _too_short(evidence: Evidence, statement: str, least: float, limits: Limits)
 
 
 def _judge_measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """From the log where something failed, else from drills; a run without a failure is settled by the job's keys."""
+    """Judge the detection times of the log if there was a failure, else those of drills; empty without either."""
     log = evidence.log
     if log is not None and log.detect_s is not None and log.detect_s.count:
         count = log.detect_s.count
         return (_judge_detection(evidence, log.detect_s.p95, f"in {plural(count, 'failure')} of this run", limits),)
     drills = counted_drills(evidence)
-    slow_s = high_percentile([value for one in drills for value in one.detect_s])
+    slow_s = high_percentile([value for drill in drills for value in drill.detect_s])
     where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
     if slow_s is None:
         return ()
-    return (_judge_detection(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)
+    return (
+        _judge_detection(evidence, slow_s, where, limits, which_drills([drill for drill in drills if drill.detect_s])),
+    )
 
 
 def _judge_detection(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
-    most = limits.number("measured_s")
-    statement = f"p95 of detection {where} is {format_seconds(value_s)}"
+    bound_s = limits.number("measured_s")
+    message = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # the rank itself reported it
-        statement = f"detection {where} took no time"
-    statement = "; ".join([statement, *more])
-    if value_s <= most:
-        return passed(statement, value=value_s, threshold=most, unit="s")
+        message = f"detection {where} took no time"
+    message = "; ".join([message, *more])
+    if value_s <= bound_s:
+        return passed(message, value=value_s, threshold=bound_s, unit="s")
     return failed(
-        statement,
-        formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s",),
+        message,
+        formula=(f"p95(detection) = {value_s:.3g} s > {bound_s:g} s",),
         value=value_s,
-        threshold=most,
+        threshold=bound_s,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late_severity(value_s, most, limits),
-        impact=per_failure(evidence, value_s - most, "noticed late"),
+        severity=_late_severity(value_s, bound_s, limits),
+        impact=per_failure(evidence, value_s - bound_s, "noticed late"),
         fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
     )
 

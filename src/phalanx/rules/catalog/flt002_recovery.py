@@ -1,4 +1,4 @@
-"""FLT002: after a failure the next step comes within the bound of the job's size."""
+"""FLT002: after a failure the next step comes within a bound for the size of the job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Failures of the run where there were some, else drills."""
+    """Judge the recovery times of the run's failures, or else of drills."""
     log = evidence.log
     if log is not None and _is_fatal(log):
         return _never_recovered(evidence, log)
@@ -32,14 +32,16 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         count = log.recovery_s.count
         return _judge_recovery(evidence, log.recovery_s.p95, f"in {plural(count, 'failure')}", limits)
     drills = counted_drills(evidence)
-    slow_s = high_percentile([value for one in drills for value in one.recovery_s])
+    slow_s = high_percentile([value for drill in drills for value in drill.recovery_s])
     if slow_s is None:
-        nothing = _without_failures(log)
+        reason = _without_failures(log)
         return unknown(
-            f"{nothing}, and {no_drill(evidence)}: the recovery time was never measured", fix=how_to_see(evidence)
+            f"{reason}, and {no_drill(evidence)}: the recovery time was never measured", fix=how_to_see(evidence)
         )
     where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
-    return _judge_recovery(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))
+    return _judge_recovery(
+        evidence, slow_s, where, limits, which_drills([drill for drill in drills if drill.recovery_s])
+    )
 
 
 def _without_failures(log: LogFacts | None) -> str:
@@ -49,13 +51,16 @@ def _without_failures(log: LogFacts | None) -> str:
 
 
 def _is_fatal(log: LogFacts) -> bool:
-    """Whether the last failure was the end: a run that is done got over all, one that was stopped was not asked."""
+    """Return whether the last failure ended the run.
+
+    A run that is done recovered from all failures; a run that was stopped on request did not have to.
+    """
     ended = log.is_over and log.state not in ("done", "stopped")
     return ended and bool(log.incidents) and log.incidents[-1].recovery_s is None
 
 
 def _recovery_bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
-    """Seconds, and why these."""
+    """Return the bound in seconds, and the reason for it."""
     fault = evidence.job.fault if evidence.job is not None else None
     if fault is not None and fault.recovery == "stop" and fault.spares in ("auto", 0):
         return limits.number("alone_s"), 'fault.recovery = "stop": somebody else starts it again'
@@ -67,13 +72,13 @@ def _recovery_bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
 
 def _judge_recovery(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     bound_s, because = _recovery_bound(evidence, limits)
-    statement = f"p95 of recovery {where} is {format_seconds(value_s)}"
-    statement = "; ".join([statement, *more])
+    message = f"p95 of recovery {where} is {format_seconds(value_s)}"
+    message = "; ".join([message, *more])
     formula = (f"p95(failure to the next step that stayed) = {value_s:.3g} s; bound {bound_s:g} s ({because})",)
     if value_s <= bound_s:
-        return passed(statement, formula=formula, value=value_s, threshold=bound_s, unit="s")
+        return passed(message, formula=formula, value=value_s, threshold=bound_s, unit="s")
     return failed(
-        statement,
+        message,
         formula=formula,
         value=value_s,
         threshold=bound_s,
@@ -89,7 +94,7 @@ def _judge_recovery(evidence: Evidence, value_s: float, where: str, limits: Limi
 def _never_recovered(evidence: Evidence, log: LogFacts) -> Outcome:
     count, last = len(log.incidents), log.incidents[-1]
     stops = evidence.job is not None and evidence.job.fault.recovery == "stop"
-    again = 'fault.recovery = "auto" would have gone on by itself' if stops else "first fix what it reports"
+    advice = 'fault.recovery = "auto" would have gone on by itself' if stops else "first fix what it reports"
     return failed(
         f"the last of {plural(count, 'failure')} ended the run: {last.what or 'no cause is on record'}",
         value=count,
@@ -97,7 +102,7 @@ def _never_recovered(evidence: Evidence, log: LogFacts) -> Outcome:
         unit="failures",
         at=Spot(file=f"{log.folder}/supervisor.jsonl"),
         impact=Impact(note="the rest of the job was not done, and what was not saved is lost"),
-        fix=f"phalanx train --resume RUN goes on from the last checkpoint; {again}",
+        fix=f"phalanx train --resume RUN goes on from the last checkpoint; {advice}",
     )
 
 

@@ -1,4 +1,4 @@
-"""FLT003: enough spare hosts, or a job that can go on smaller."""
+"""FLT003: there are enough spare hosts, or the job can continue on fewer hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed,
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import DAY_S, HOUR_S, format_seconds, plural
 
-REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
+# Seconds from the end of a job to the next step when a scheduler queues it again: 454 to 768 s (ByteRobust table 7).
+REQUEUE_S = 600.0
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Spares against the 99th percentile of hosts that are down at once; else what shrinking leaves idle."""
+    """Compare the spares with the 99th percentile of hosts down at once, else the devices that a shrink leaves
+    idle.
+    """
     plan, fault = evidence.the_plan, evidence.the_job.fault
     if (missing := unmeasured_rate(evidence)) is not None:
         return missing
@@ -35,17 +38,17 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix="say how many are kept: --set fault.spares=N",
         )
     have = plan.reliability.spares
-    statement = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
+    message = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
     if have >= need:
-        return passed(statement, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
+        return passed(message, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
     elastic = evidence.stated("fault.recovery") and fault.recovery in ("auto", "shrink")
     idle, line = _idle_share(plan, need)
     if elastic and idle <= limits.number("idle_share"):
-        what = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
+        passed_message = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
         threshold = limits.number("idle_share")
-        return passed(what, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
+        return passed(passed_message, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
     return failed(
-        statement if not elastic else f"{statement}, and going on smaller would leave {idle:.0%} of the job idle",
+        message if not elastic else f"{message}, and going on smaller would leave {idle:.0%} of the job idle",
         formula=(*formula, *((line,) if elastic else ())),
         value=have,
         threshold=need,
@@ -57,21 +60,25 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
-    """The first failure ends the job: no spare is ever used, whatever `fault.spares` says."""
-    mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
+    """Judge a job that ends at its first failure and so uses no spare, whatever `fault.spares` is."""
+    mtbf_s, length_s, max_risk = (
+        evidence.the_plan.reliability.mtbf_s,
+        job_s(evidence.the_plan),
+        limits.number("stop_risk"),
+    )
     if not (mtbf_s > 0 and length_s >= 0):
         return unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB")
     risk = failure_chance(evidence.the_plan)
-    length, apart = format_seconds(length_s), format_seconds(mtbf_s)
-    formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)
-    statement = f"the first failure ends the job, and one comes with {risk:.0%}"
-    if risk <= most:
-        return passed(statement, formula=formula, value=risk, threshold=most, at="fault.recovery")
+    length_text, mtbf_text = format_seconds(length_s), format_seconds(mtbf_s)
+    formula = (f"1 - exp(-{length_text} / {mtbf_text} between failures) = {risk:.1%}; at most {max_risk:.0%}",)
+    message = f"the first failure ends the job, and one comes with {risk:.0%}"
+    if risk <= max_risk:
+        return passed(message, formula=formula, value=risk, threshold=max_risk, at="fault.recovery")
     return failed(
-        f'{statement}: fault.recovery = "stop" uses no spare and does not shrink',
+        f'{message}: fault.recovery = "stop" uses no spare and does not shrink',
         formula=formula,
         value=risk,
-        threshold=most,
+        threshold=max_risk,
         at="fault.recovery",
         severity="error" if limits.flag("stop_is_error") else "warning",
         impact=per_failure(evidence, REQUEUE_S, "queued again at once; longer where somebody must notice first"),
@@ -81,6 +88,7 @@ def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _needed_spares(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     r, repair_s = plan.reliability, limits.number("repair_h") * 3600
+    # expm1 keeps the digits of a small probability, which 1 − exp(−x) loses.
     down = -math.expm1(-r.failures_per_host_day * repair_s / DAY_S)
     need = spare_hosts(r.hosts, min(1.0, max(0.0, down)))
     return need, (
@@ -91,7 +99,7 @@ def _needed_spares(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
 
 
 def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
-    """The same at both ends of what published sites see."""
+    """Return a line with the need at both ends of the failure rates of published sites; empty with a known rate."""
     rates = site_interval(r.failures_per_host_day_interval)
     if rates is None:
         return ()
@@ -100,41 +108,44 @@ def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
 
 
 def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
-    """Share of the devices without work when so many hosts are gone: a lost host takes its whole replica along."""
+    """Return the share of devices idle without `need` hosts: a lost host takes its whole replica along."""
     layout = plan.layout
     replica = layout.tensor * layout.context * layout.pipeline
     if layout.data < 2:
         return 1.0, "one replica: a job that lost a part of it cannot go on smaller"
-    lost = need * max(replica, plan.cluster.host_devices)
-    share = min(1.0, lost / layout.devices)
+    lost_devices = need * max(replica, plan.cluster.host_devices)
+    share = min(1.0, lost_devices / layout.devices)
     return (
         share,
-        f"{need} hosts × max({replica:,} per replica, {plan.cluster.host_devices} per host) = {lost:,} devices",
+        f"{need} hosts × max({replica:,} per replica, {plan.cluster.host_devices} per host) = {lost_devices:,} devices",
     )
 
 
 def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
-    """Without a spare every failure waits out the repair; with some, those that find all of them in use."""
+    """Return the cost of waiting for a repair: at every failure without spares, else when all spares are in use."""
     r = evidence.the_plan.reliability
     note = "waiting for a host to be repaired"
     if not (r.mtbf_s > 0 and math.isfinite(r.mtbf_s)):
         return Impact(note=f"{note}: {format_seconds(repair_s)} of all devices at every failure")
-    away = repair_s / r.mtbf_s  # hosts that are away at a time, on average
+    # Average number of hosts that are down at a time.
+    away = repair_s / r.mtbf_s
     wait_s = repair_s / (have + 1) * _at_least(have, away)
-    apart = format_seconds(r.mtbf_s)
+    mtbf_text = format_seconds(r.mtbf_s)
     return evidence.loses(
-        wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {apart}"
+        wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {mtbf_text}"
     )
 
 
 def _at_least(count: int, mean: float) -> float:
-    """The chance of `count` or more, where `mean` are usual (Poisson).
+    """Return the probability of `count` or more events, with `mean` expected (Poisson).
 
     >>> round(_at_least(0, 0.5), 3), round(_at_least(1, 0.5), 3), round(_at_least(4, 0.5), 4)
     (1.0, 0.393, 0.0018)
     """
-    fewer = math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count)) if mean > 0 else 1
-    return max(0.0, 1.0 - fewer) if count else 1.0
+    fewer_chance = (
+        math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count)) if mean > 0 else 1
+    )
+    return max(0.0, 1.0 - fewer_chance) if count else 1.0
 
 
 RULE = Rule(

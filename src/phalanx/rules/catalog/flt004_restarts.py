@@ -1,4 +1,4 @@
-"""FLT004: crash loops stop."""
+"""FLT004: crash loops end."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What the job allows, what the run did, and whether a crash loop was seen to end."""
+    """Check the limit of restarts, the failures of the run, and the drill of a crash loop."""
     return (_judge_limit(evidence, limits), *_judge_log(evidence, limits), *_judge_drill(evidence))
 
 
 def _judge_limit(evidence: Evidence, limits: Limits) -> Outcome:
-    most, practice = limits.number("in_a_row"), evidence.practice
-    stated = evidence.stated("fault.restarts")
-    count = evidence.the_job.fault.restarts if stated else practice.bounded_restarts
+    max_in_a_row, practice = limits.number("in_a_row"), evidence.practice
+    is_stated = evidence.stated("fault.restarts")
+    count = evidence.the_job.fault.restarts if is_stated else practice.bounded_restarts
     if count is None:
         return unknown(
             f"after how many failures in a row {practice.trainer} gives up is not known",
             fix="bound it in the launcher: torchrun --max-restarts 3",
         )
-    statement = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
-    if 0 <= count <= most:
-        return passed(statement, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
+    message = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
+    if 0 <= count <= max_in_a_row:
+        return passed(
+            message, value=count, threshold=max_in_a_row, unit="failures", at="fault.restarts" if is_stated else ""
+        )
     return failed(
-        statement if count >= 0 else f"{practice.trainer} never gives up",
-        formula=(f"fault.restarts = {count} > {most:g}",),
+        message if count >= 0 else f"{practice.trainer} never gives up",
+        formula=(f"fault.restarts = {count} > {max_in_a_row:g}",),
         value=count,
-        threshold=most,
+        threshold=max_in_a_row,
         unit="failures",
-        at="fault.restarts" if stated else "",
-        severity=beyond_count(count, most, limits) if count >= 0 else None,
+        at="fault.restarts" if is_stated else "",
+        severity=beyond_count(count, max_in_a_row, limits) if count >= 0 else None,
         impact=Impact(note="time and money of all devices until somebody looks; one job at Meta was requeued 35 times"),
-        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),) if stated else (),
-        fix="" if stated else "bound it in the launcher: torchrun --max-restarts 3",
+        edits=(Edit(key="fault.restarts", value=int(max_in_a_row), safe=True, note="NVIDIA's bound"),)
+        if is_stated
+        else (),
+        fix="" if is_stated else "bound it in the launcher: torchrun --max-restarts 3",
     )
 
 
@@ -45,31 +49,32 @@ def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.log
     if log is None or not log.incidents:
         return ()
-    idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
-    if idle > most:
+    # n failures in a row have n − 1 restarts between them.
+    idle, max_in_a_row = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
+    if idle > max_in_a_row:
         return (_crash_loop(evidence, idle, limits),)
-    nameless = sum(not one.what for one in log.incidents)
-    if nameless:
-        return (_without_cause(nameless, len(log.incidents)),)
-    statement = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
-    return (passed(statement, value=idle, threshold=most, unit="restarts"),)
+    without_cause = sum(not incident.what for incident in log.incidents)
+    if without_cause:
+        return (_without_cause(without_cause, len(log.incidents)),)
+    message = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
+    return (passed(message, value=idle, threshold=max_in_a_row, unit="restarts"),)
 
 
 def _crash_loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
-    allowed, most = evidence.the_job.fault.restarts, limits.number("in_a_row")
+    allowed, max_in_a_row = evidence.the_job.fault.restarts, limits.number("in_a_row")
     return failed(
         f"{plural(idle, 'restart')} in a row brought no step",
-        formula=(f"{plural(idle + 1, 'failure')} without a step between = {idle} idle restarts > {most:g}",),
+        formula=(f"{plural(idle + 1, 'failure')} without a step between = {idle} idle restarts > {max_in_a_row:g}",),
         value=idle,
-        threshold=most,
+        threshold=max_in_a_row,
         unit="restarts",
         at="fault.restarts",
-        severity=beyond_count(idle, most, limits),
+        severity=beyond_count(idle, max_in_a_row, limits),
         impact=evidence.loses_once(idle * evidence.the_job.fault.restart_s, "starts that came to nothing"),
-        edits=(Edit(key="fault.restarts", value=int(most), safe=True, note="NVIDIA's bound"),)
-        if allowed > most
+        edits=(Edit(key="fault.restarts", value=int(max_in_a_row), safe=True, note="NVIDIA's bound"),)
+        if allowed > max_in_a_row
         else (),
-        fix="" if allowed > most else "look at what started the run again: fault.restarts of the job is lower",
+        fix="" if allowed > max_in_a_row else "look at what started the run again: fault.restarts of the job is lower",
     )
 
 
@@ -85,18 +90,18 @@ def _without_cause(count: int, total: int) -> Outcome:
 
 
 def _judge_drill(evidence: Evidence) -> tuple[Outcome, ...]:
-    """A crash loop that was drilled is told of; one that did not end is a finding."""
-    one = newest_drill(evidence, "crash-loop")
-    if one is None:
+    """Return the outcome of a drilled crash loop: passed if the run gave up with a reason; empty without a drill."""
+    drill = newest_drill(evidence, "crash-loop")
+    if drill is None:
         return ()
-    if one.clean:
-        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.statement}"),)
+    if drill.clean:
+        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {drill.statement}"),)
     return (
         failed(
-            f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",
-            value=one.path,
+            f"a crash loop was drilled and the oracle found: {'; '.join(drill.wrong[:2]) or 'something'}",
+            value=drill.path,
             impact=Impact(note="a crash loop may go on for ever"),
-            fix=f"phalanx drill --read-record {one.path}",
+            fix=f"phalanx drill --read-record {drill.path}",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""FLT005: hosts are looked at before every membership."""
+"""FLT005: hosts are checked before every membership."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from phalanx.units import plural
 if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts
 
-SPOILT = 0.10  # of starts: taking lemon nodes out brought failures of large jobs from 14 to 4 % (arXiv:2410.21680)
+# Share of starts that a sick host spoils: removing lemon nodes cut failures of large jobs from 14 to 4 %
+# (arXiv:2410.21680).
+SPOILT = 0.10
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The log where there is one, the trainer's habit before; and what this host has installed."""
+    """Check the log if there is one, else the trainer's behaviour, and the packages installed on this host."""
     log = evidence.log
     first = _judge_log(evidence, log, limits) if log is not None else _judge_trainer(evidence)
     return (first, *_judge_host(evidence, limits))
@@ -33,7 +35,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
         return passed(f"{practice.trainer} checks every host before it takes part, and again before each membership")
     return failed(
         f"{practice.trainer} does not check its hosts before it starts",
-        severity="warning",  # the scheduler may look, which no configuration of a trainer says
+        severity="warning",  # the scheduler may check hosts, which no configuration of a trainer shows
         impact=_a_start(evidence),
         fix="run a health check in the prolog of the scheduler: dcgmi diag -r 1 takes seconds",
     )
@@ -46,12 +48,12 @@ def _judge_log(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="phalanx train writes it to supervisor.jsonl; ranks that another launcher started have no supervisor",
         )
     missing = log.memberships - log.preflights
-    statement = f"in {log.preflights} of {log.memberships} memberships every host had been checked when it joined"
-    statement += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
+    message = f"in {log.preflights} of {log.memberships} memberships every host had been checked when it joined"
+    message += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
-        return passed(statement, value=log.preflights, threshold=log.memberships, unit="memberships")
+        return passed(message, value=log.preflights, threshold=log.memberships, unit="memberships")
     return failed(
-        statement,
+        message,
         formula=(f"{log.memberships} memberships - {log.preflights} with a preflight = {missing} without",),
         value=log.preflights,
         threshold=log.memberships,
@@ -67,14 +69,14 @@ def _a_start(evidence: Evidence) -> Impact:
 
 
 def _judge_host(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """A job for this machine needs what it needs: it would be refused at its start."""
+    """Check that this machine has the packages that a job on it needs; without them the start would be refused."""
     host, needed = evidence.host, limits.words("packages")
     if host is None or host.packages is None or evidence.practice.trainer != "phalanx":
         return ()
     missing = [name for name in needed if name not in host.packages]
     if not missing:
-        listed = ", ".join(f"{name} {host.packages[name]}" for name in needed)
-        return (passed(f"{host.name} has {listed}"),)
+        versions = ", ".join(f"{name} {host.packages[name]}" for name in needed)
+        return (passed(f"{host.name} has {versions}"),)
     return (
         failed(
             f"{host.name} has no {' and no '.join(missing)}",

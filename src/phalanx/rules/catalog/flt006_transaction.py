@@ -1,4 +1,4 @@
-"""FLT006: a step is committed by all live replicas or by none, and the past stays out."""
+"""FLT006: a step is committed by all live replicas or by none, and ranks of an older generation are kept out."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
 
 RARE = Impact(note="work since the last intact checkpoint whenever it happens; how often is not published")
-CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
+# Faults after which a rank of an older generation could act.
+CHANGES = ("partition", "freeze", "host", "hang", "kill")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What the trainer promises, what the log shows, what drills proved."""
+    """Check the trainer's known behaviour, the log, and the drills."""
     if evidence.devices < 2:
         return (exempt("one rank commits alone"),)
-    parts = (_judge_trainer(evidence), *_judge_log(evidence, limits), *_judge_drills(evidence, limits))
-    return tuple(part for part in parts if part is not None)
+    outcomes = (_judge_trainer(evidence), *_judge_log(evidence, limits), *_judge_drills(evidence, limits))
+    return tuple(outcome for outcome in outcomes if outcome is not None)
 
 
 def _judge_trainer(evidence: Evidence) -> Outcome | None:
-    """Asked before a run; afterwards the log says more."""
+    """Judge the trainer's known behaviour before a run; None once a log has digests."""
     practice = evidence.practice
     if evidence.log is not None and evidence.log.digests is not None:
         return None
@@ -41,7 +42,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome | None:
         return passed(f"{practice.trainer} numbers its generations, and refuses a commit of an older one")
     return failed(
         f"{practice.trainer} has no generations: a rank that wakes up late may overwrite newer work",
-        severity="warning",  # a launcher that ends all ranks before it starts them again keeps the past out too
+        severity="warning",  # a launcher that ends all ranks before it restarts them keeps old ranks out too
         impact=RARE,
         fix="end all processes of a job before it is started again, and write checkpoints to a new folder each time",
     )
@@ -59,7 +60,7 @@ def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]
 
 
 def _without_digests(evidence: Evidence, log: LogFacts) -> Outcome | None:
-    """Nothing was compared: only a run whose members never changed has nothing to prove."""
+    """Return the outcome for a log in which no digests were compared; exempt if the members never changed."""
     if log.memberships is not None and log.memberships <= 1:
         return exempt("the membership never changed: no rank could act on an old one")
     if log.digests is not None and log.digests.alone:
@@ -68,19 +69,19 @@ def _without_digests(evidence: Evidence, log: LogFacts) -> Outcome | None:
         )
     if newest_drill(evidence, *CHANGES) is not None:
         return None
-    changed = "the members of the run changed" if log.memberships else "the log does not say who took part"
+    reason = "the members of the run changed" if log.memberships else "the log does not say who took part"
     return unknown(
-        f"{changed}, no digest was compared, and {no_drill(evidence)}",
+        f"{reason}, no digest was compared, and {no_drill(evidence)}",
         fix=f'fault.digest_every = "auto" for the next run; {how_to_see(evidence)}',
     )
 
 
 def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    statement = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
+    message = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
     if digests.differing <= limits.number("differing"):
-        return passed(statement, value=digests.differing, threshold=limits.number("differing"), unit="steps")
+        return passed(message, value=digests.differing, threshold=limits.number("differing"), unit="steps")
     return failed(
-        statement,
+        message,
         value=digests.differing,
         threshold=limits.number("differing"),
         unit="steps",
@@ -91,11 +92,11 @@ def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Out
 
 
 def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    statement = f"a generation that was over committed {plural(digests.stale, 'step')}"
+    message = f"a generation that was over committed {plural(digests.stale, 'step')}"
     if digests.stale <= limits.number("stale"):
-        return passed(statement, value=digests.stale, threshold=limits.number("stale"), unit="steps")
+        return passed(message, value=digests.stale, threshold=limits.number("stale"), unit="steps")
     return failed(
-        statement,
+        message,
         value=digests.stale,
         threshold=limits.number("stale"),
         unit="steps",
@@ -106,25 +107,27 @@ def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcom
 
 
 def _judge_drills(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """A drill that went wrong is a finding; the largest jobs need one that went well."""
-    one = newest_drill(evidence, *CHANGES)
-    if one is None:
+    """Return the outcome of the newest drill that changed the members; the largest jobs must have one."""
+    drill = newest_drill(evidence, *CHANGES)
+    if drill is None:
         if not limits.flag("must_drill"):
             return ()
-        what = f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}"
-        return (unknown(what, fix=how_to_see(evidence)),)
-    if one.clean and one.bitwise:
+        message = f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}"
+        return (unknown(message, fix=how_to_see(evidence)),)
+    if drill.clean and drill.bitwise:
         return (
-            passed(f"{_drill_text(evidence, one)}: every step has the bits of a run without faults: {one.statement}"),
+            passed(
+                f"{_drill_text(evidence, drill)}: every step has the bits of a run without faults: {drill.statement}"
+            ),
         )
-    if one.clean:
-        return (passed(f"{_drill_text(evidence, one)}: the oracle found nothing: {one.statement}"),)
+    if drill.clean:
+        return (passed(f"{_drill_text(evidence, drill)}: the oracle found nothing: {drill.statement}"),)
     return (
         failed(
-            f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
-            value=one.path,
+            f"a drill found: {'; '.join(drill.wrong[:2]) or 'something'}",
+            value=drill.path,
             impact=RARE,
-            fix=f"phalanx drill --read-record {one.path}",
+            fix=f"phalanx drill --read-record {drill.path}",
         ),
     )
 
@@ -134,7 +137,7 @@ def _drill_text(evidence: Evidence, one: DrillFacts) -> str:
 
 
 def _a_checkpoint(evidence: Evidence) -> Impact:
-    """Of something that happened: no more than the run itself has to go back."""
+    """Return the impact of going back one checkpoint, at most the time that the run took."""
     interval_s = evidence.plan.reliability.interval_s if evidence.plan is not None else 3600.0
     ran_s = evidence.log.wall_s if evidence.log is not None and evidence.log.wall_s is not None else math.inf
     lost_s = min(interval_s, ran_s)

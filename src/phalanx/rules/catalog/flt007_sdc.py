@@ -1,4 +1,4 @@
-"""FLT007: replicas are compared, so that a wrong number does not go unnoticed."""
+"""FLT007: replicas are compared, so that a silent data corruption is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "fault.digest_every"
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Steps between comparisons against the checkpoint interval; of a run, what the comparisons found."""
+    """Compare the steps between two digests with the checkpoint interval, and judge the differences found in a run."""
     if evidence.devices < 2:
         return (exempt("one device has no replica to be compared with"),)
     if not evidence.stated(KEY):
@@ -29,8 +29,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             ),
         )
     log = evidence.log
-    found = _judge_findings(evidence, log, limits) if log is not None else ()
-    return (_judge_frequency(evidence, limits), *found)
+    from_log = _judge_findings(evidence, log, limits) if log is not None else ()
+    return (_judge_frequency(evidence, limits), *from_log)
 
 
 def _judge_frequency(evidence: Evidence, limits: Limits) -> Outcome:
@@ -51,12 +51,12 @@ def _judge_frequency(evidence: Evidence, limits: Limits) -> Outcome:
         )
     span_s = every * step_s
     often = "step" if every == 1 else plural(every, "step")
-    statement = f"replicas are compared every {often}, {format_seconds(span_s)}"
+    message = f"replicas are compared every {often}, {format_seconds(span_s)}"
     formula = (f"K · t_step = {every} × {step_s:.3g} s = {span_s:,.1f} s; checkpoint interval {most_s:,.0f} s",)
     if span_s <= most_s or every == 1:
-        return passed(statement, formula=formula, value=span_s, threshold=most_s, unit="s", at=KEY)
+        return passed(message, formula=formula, value=span_s, threshold=most_s, unit="s", at=KEY)
     return failed(
-        f"{statement}: less often than checkpoints are taken",
+        f"{message}: less often than checkpoints are taken",
         formula=formula,
         value=span_s,
         threshold=most_s,
@@ -69,10 +69,14 @@ def _judge_frequency(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _most_s(evidence: Evidence, limits: Limits) -> float:
-    """The checkpoint interval, or the whole job where that is shorter."""
+    """Return the longest allowed time between comparisons: the checkpoint interval, or the job if that is shorter."""
     plan = evidence.the_plan
-    known = [one for one in (plan.reliability.interval_s, plan.duration.wall_s) if math.isfinite(one) and one > 0]
-    return limits.number("intervals") * min(known, default=HOUR_S)
+    durations_s = [
+        seconds
+        for seconds in (plan.reliability.interval_s, plan.duration.wall_s)
+        if math.isfinite(seconds) and seconds > 0
+    ]
+    return limits.number("intervals") * min(durations_s, default=HOUR_S)
 
 
 def _best_spacing(step_s: float, most_s: float) -> int:
@@ -80,14 +84,14 @@ def _best_spacing(step_s: float, most_s: float) -> int:
 
 
 def _severity_by_size(evidence: Evidence, limits: Limits) -> Severity:
-    """A job of a million device-hours meets a silent error almost surely."""
+    """Return the severity: an error from a million device-hours on, in which a silent error is almost certain."""
     wall_s = evidence.wall_s or 0.0
     hours = evidence.devices * wall_s / HOUR_S
     return "error" if math.isfinite(hours) and hours >= limits.number("device_hours") else "warning"
 
 
 def _unnoticed_cost(evidence: Evidence) -> Impact:
-    """Llama 3 met six silent errors in 54 days of 16,384 GPUs: a rate, and what each costs until somebody sees it."""
+    """Return the expected cost of silent errors, at the rate of Llama 3: six in 54 days of 16,384 GPUs."""
     wall_s = evidence.wall_s
     if not wall_s or not math.isfinite(wall_s):
         return Impact(note="weights that are wrong, and nobody knows since when")
@@ -102,21 +106,21 @@ def _judge_findings(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[
     digests = log.digests
     if digests is None or not digests.compared:
         if digests is not None and digests.alone:
-            statement = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
-            return (exempt(f"{statement}; each rank compares its own between two updates"),)
-        # No comparison was due yet, or none was to be made (which is a finding already).
+            message = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
+            return (exempt(f"{message}; each rank compares its own between two updates"),)
+        # No comparison was due yet, or comparisons are off, which the other outcome reports.
         plan = evidence.the_plan
         every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
         if every <= 0 or log.steps is None or log.steps.count <= every:
             return ()
         due = "the log holds no comparison, though some were due"
         return (unknown(due, fix="look at the digests of events-*.jsonl"),)
-    statement = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
+    message = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
     if digests.differing <= limits.number("differing"):
-        return (passed(statement, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
+        return (passed(message, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
     return (
         failed(
-            statement,
+            message,
             value=digests.differing,
             threshold=limits.number("differing"),
             unit="steps",

@@ -1,4 +1,4 @@
-"""FLT008: a round needs more than half of the peers, and no more than there are."""
+"""FLT008: the quorum of a round is more than half of the peers, and no more than there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The quorum against the sites of the plan, or the peers of the job."""
+    """Compare the quorum with the number of sites in the plan, or of peers in the job."""
     sync = evidence.the_job.sync
     if sync.mode != "quorum":
         return exempt("no quorum")
@@ -19,9 +19,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if not peers:
         fix = "plan on a cluster of sites, or set sync.peers"
         return unknown("how many peers there are is not known", fix=fix, at="sync.quorum")
-    least = limits.number("more_than_share") * peers
+    half = limits.number("more_than_share") * peers
     share = f"{sync.quorum} of {peers} peers"
-    enough = int(least) + 1
+    enough = int(half) + 1
     if sync.quorum > peers:
         return failed(
             f"a round needs {share}: it never commits",
@@ -31,17 +31,17 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             impact=Impact(note="nothing is ever learnt"),
             edits=(Edit(key="sync.quorum", value=enough, safe=False, note="the smallest majority"),),
         )
-    if sync.quorum <= least:
+    if sync.quorum <= half:
         return failed(
             f"a round begins with {share}, and no more than half can commit none",
-            formula=(f"{sync.quorum} <= {limits.number('more_than_share'):g} · {peers} = {least:g}",),
+            formula=(f"{sync.quorum} <= {limits.number('more_than_share'):g} · {peers} = {half:g}",),
             value=sync.quorum,
-            threshold=least,
+            threshold=half,
             at="sync.quorum",
             impact=Impact(note="two halves of a divided network must not both commit: such rounds are discarded"),
             edits=(Edit(key="sync.quorum", value=enough, safe=False, note="the smallest majority"),),
         )
-    return passed(f"a round commits with {share}", value=sync.quorum, threshold=least, at="sync.quorum")
+    return passed(f"a round commits with {share}", value=sync.quorum, threshold=half, at="sync.quorum")
 
 
 RULE = Rule(

@@ -1,7 +1,8 @@
-"""One checkpoint interval that every rule accepts: what CKP001, CKP004 and CKP005 propose is the same.
+"""The choice of a checkpoint interval that CKP001, CKP004 and CKP005 all accept, so that their edits agree.
 
-CKP001 wants it within twice Daly's optimum, CKP004 wants saves to stop the training for a small share of it and to be
-written within it, CKP005 wants copies in memory to be younger than the disk's.
+CKP001 requires an interval within twice Daly's optimum. CKP004 requires that saves stop the training for a small
+share of the interval and are written within it. CKP005 requires copies in memory to be younger than the checkpoint
+on disk.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ ALONE = "no interval suits CKP001 and CKP004 at once: "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveCost:
-    """What a save takes, and how often something fails."""
+    """The duration of a save, and the mean time between failures."""
 
-    blocked_s: float  # training stands still
-    persist_s: float  # until it is on the disk
+    blocked_s: float  # seconds that training stands still
+    persist_s: float  # seconds until the checkpoint is on disk
     mtbf_s: float
-    lag_s: float  # no optimum is shorter: the checkpoint before must be on disk
+    lag_s: float  # lower bound of the optimum: the checkpoint before must be on disk
 
     @property
     def best_s(self) -> float:
-        """Daly's optimum."""
+        """Daly's optimal interval in seconds, at least `lag_s`."""
         return max(daly_interval(self.blocked_s, self.mtbf_s), self.lag_s)
 
 
 def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> SaveCost:
-    """By the plan; of the job as it is, or as it would be if it saved (a)synchronously."""
+    """Return the planned cost of a save; `asynchronous` overrides the job's setting."""
     plan, job = evidence.the_plan, evidence.the_job
-    r, aside = plan.reliability, job.checkpoint.asynchronous
-    if asynchronous is not None and asynchronous != aside:
-        aside = asynchronous
+    r, is_async = plan.reliability, job.checkpoint.asynchronous
+    if asynchronous is not None and asynchronous != is_async:
+        is_async = asynchronous
         r = predict_reliability(
             plan.cluster,
             checkpoint=replace(job.checkpoint, asynchronous=asynchronous),
@@ -47,23 +48,23 @@ def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> Sav
             devices=plan.layout.devices,
             step_s=plan.prediction.step_s,
         )
-    lag_s = r.persist_s if aside else 0.0
+    lag_s = r.persist_s if is_async else 0.0
     return SaveCost(blocked_s=r.blocking_s, persist_s=r.persist_s, mtbf_s=r.mtbf_s, lag_s=lag_s)
 
 
 def suits_rules(evidence: Evidence, cost: SaveCost, interval_s: float) -> bool:
-    """Whether an interval is near the optimum, cheap, and leaves time to write."""
+    """Return whether an interval is near the optimum, cheap enough, and long enough to write a checkpoint."""
     ratio = interval_s / cost.best_s if cost.best_s > 0 else math.inf
-    near = _rule_limit(evidence, "CKP001", "warn_ratio")
-    return 1 / near <= ratio <= near and interval_s >= _least_s(evidence, cost)
+    max_ratio = _rule_limit(evidence, "CKP001", "warn_ratio")
+    return 1 / max_ratio <= ratio <= max_ratio and interval_s >= _least_s(evidence, cost)
 
 
 def interval_edits(evidence: Evidence, cost: SaveCost, note: str) -> tuple[Edit, ...]:
-    """The edits to the interval nearest to the optimum that all rules accept; none where there is no such interval."""
+    """Return the edits to the interval nearest to the optimum that all rules accept; empty if there is none."""
     best_s, least_s = cost.best_s, _least_s(evidence, cost)
     if not (0 < best_s < math.inf and math.isfinite(least_s)):
         return ()
-    # Whole seconds, or three digits of a few.
+    # Whole seconds, or three digits below ten seconds.
     value = round(best_s) if best_s >= 10 else float(f"{best_s:.3g}")
     if value < least_s:
         value = math.ceil(least_s) if least_s >= 10 else math.ceil(1000 * least_s) / 1000
@@ -74,13 +75,13 @@ def interval_edits(evidence: Evidence, cost: SaveCost, note: str) -> tuple[Edit,
 
 
 def _least_s(evidence: Evidence, cost: SaveCost) -> float:
-    """The shortest interval that CKP004 accepts."""
+    """Return the shortest interval that CKP004 accepts, in seconds."""
     stall, persist = _rule_limit(evidence, "CKP004", "most_stall"), _rule_limit(evidence, "CKP004", "most_persist")
     return max(cost.blocked_s / stall, cost.persist_s / persist)
 
 
 def _younger_copies(evidence: Evidence, interval_s: float) -> tuple[Edit, ...]:
-    """Copies in memory that would be older than the disk's with this interval are made as often as it pays."""
+    """Return an edit to "auto" for copies in memory that would be older than the checkpoints on disk."""
     every, step_s = evidence.the_job.checkpoint.memory_every, evidence.the_plan.prediction.step_s
     if isinstance(every, str) or every * step_s <= _rule_limit(evidence, "CKP005", "memory_ratio") * interval_s:
         return ()
@@ -88,7 +89,8 @@ def _younger_copies(evidence: Evidence, interval_s: float) -> tuple[Edit, ...]:
 
 
 def _rule_limit(evidence: Evidence, rule: str, name: str) -> float:
-    from phalanx.rules.edition import find_rule  # the rules import this file
+    # Deferred: the rules that `edition` imports import this file.
+    from phalanx.rules.edition import find_rule
 
     value = find_rule(rule).limits[name].resolve(evidence.profile.name, evidence.scaling)
     assert isinstance(value, int | float)

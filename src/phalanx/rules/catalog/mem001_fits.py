@@ -1,4 +1,4 @@
-"""MEM001: the predicted peak fits, with room for what the prediction misses."""
+"""MEM001: the predicted peak of memory fits, with a margin for errors of the prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from phalanx.rules.outcome import Impact, Outcome, Severity, failed, passed, unk
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
-# Trainers around Hugging Face's, where torch_dtype of the loaded model decides; DeepSpeed always keeps an fp32 copy.
+# Trainers built on Hugging Face's Trainer, where torch_dtype of the loaded model decides; DeepSpeed always keeps an
+# fp32 copy.
 LOADED_BY_CODE = ("axolotl", "transformers", "ms-swift", "llama-factory")
 SMALL_STATES = re.compile(
     r"8bit|8-bit|4bit|paged|adafactor|galore|lomo|sgd|lion|apollo|muon|ademamix|adam_mini|shampoo"
@@ -24,16 +25,16 @@ NO_START = Impact(note="the job ends when it runs out of memory, mostly in its f
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The fullest device against its share; or the planner's refusal."""
-    refused = any("does not fit" in one.what for one in evidence.refusals)
-    if refused and (open_formats := _open_formats(evidence)):
+    """Compare the fullest device with its allowed share, or return the planner's refusal."""
+    is_refused = any("does not fit" in problem.what for problem in evidence.refusals)
+    if is_refused and (open_formats := _open_formats(evidence)):
         return open_formats
-    if evidence.plan is None or refused:
+    if evidence.plan is None or is_refused:
         return _judge_refusal(evidence, _severity(evidence, limits))
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
         return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
-    share, most = memory.total_bytes / memory.device_bytes, limits.number("most_share")
+    share, max_share = memory.total_bytes / memory.device_bytes, limits.number("most_share")
     parts = sorted(memory.parts_bytes.items(), key=lambda item: -item[1])
     formula = (
         " + ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 0.01 * memory.total_bytes)
@@ -41,26 +42,32 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         f"{format_bytes(memory.total_bytes)} / {format_bytes(memory.device_bytes)} = {share:.1%} of the device",
     )
     statement = f"the fullest device holds {share:.1%} of its memory"
-    if share <= most:
+    if share <= max_share:
         return passed(
-            statement + _doubtful_memory(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
+            statement + _doubtful_memory(evidence.plan),
+            formula=formula,
+            value=share,
+            threshold=max_share,
+            at="plan:memory",
         )
     if open_formats := _open_formats(evidence):
         return open_formats
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{statement}, more than {max_share:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_share,
         at="plan:memory",
         severity=_severity(evidence, limits),
         impact=NO_START,
-        fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+        fix=_layout_with_headroom(
+            evidence.plan, min(max_share * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)
+        ),
     )
 
 
 def _severity(evidence: Evidence, limits: Limits) -> Severity | None:
-    """Of another trainer's file a remark, where our prediction is not far enough above the device to be sure."""
+    """Return "info" for another trainer's file whose prediction is too close to the device's memory to be sure."""
     if not evidence.is_foreign or evidence.plan is None:
         return None
     memory = evidence.plan.memory
@@ -68,7 +75,10 @@ def _severity(evidence: Evidence, limits: Limits) -> Severity | None:
 
 
 def _open_formats(evidence: Evidence) -> Outcome | None:
-    """A Trainer's weights and states have the format that the model was loaded in: half or a quarter of the memory."""
+    """Return `unknown` for a Trainer whose number formats depend on how the model was loaded, else None.
+
+    The format halves or quarters the memory of weights and states.
+    """
     if evidence.practice.trainer not in LOADED_BY_CODE:
         return None
     if launcher_may_shard(evidence):
@@ -89,14 +99,14 @@ def _open_formats(evidence: Evidence) -> Outcome | None:
 
 
 def _doubtful_memory(plan: Plan) -> str:
-    """Where a step of our own trainer may turn out not to fit though its count does: what tells."""
+    """Return a warning text where a step of our trainer may not fit although its predicted bytes do; else empty."""
     if plan.memory.total_bytes <= FULL_MEMORY * plan.memory.usable_bytes or not trains_with_phalanx(plan.job):
         return ""
     return f", less than {MEMORY_ERROR:.0%} below what is usable: {DECIDES}"
 
 
 def _judge_refusal(evidence: Evidence, severity: Severity | None) -> Outcome:
-    """No plan: because nothing fits, or for a reason that is not this rule's."""
+    """Return the outcome without a plan: a failure because nothing fits, or unknown for another reason."""
     for problem in evidence.refusals:
         if "does not fit" in problem.what:
             return failed(
@@ -111,7 +121,7 @@ def _judge_refusal(evidence: Evidence, severity: Severity | None) -> Outcome:
     return unknown(f"there is no plan: {why}", fix="fix that first, or name a cluster (--cluster 8xH100:16)")
 
 
-# What holds the optimizer in host memory, where the trainer has a key for it and its file says nothing of it.
+# The settings that keep the optimizer in host memory, for trainers that have one and files that do not set it.
 OFFLOADS = {
     "torchtitan": "training.enable_cpu_offload = true",
     "megatron": "--optimizer-cpu-offload",
@@ -123,7 +133,7 @@ _IN_HOST_MEMORY = "with the optimizer in host memory"
 
 
 def _in_their_words(evidence: Evidence, fix: str) -> str:
-    """The planner's advice with the options of another trainer; a batch that can be smaller costs least."""
+    """Return the planner's advice with the options of another trainer; a smaller batch, if possible, costs least."""
     trainer = evidence.practice.trainer
     if not evidence.is_foreign or trainer not in OFFLOADS or not (_OFFLOAD in fix or _IN_HOST_MEMORY in fix):
         return fix
@@ -133,14 +143,18 @@ def _in_their_words(evidence: Evidence, fix: str) -> str:
 
 
 def _layout_with_headroom(plan: Plan, most_bytes: float) -> str:
-    """The fastest layout of the plan's own front that keeps the margin; else what to try."""
-    fitting = [one for one in plan.pareto if one.memory_bytes <= most_bytes and one.devices == plan.layout.devices]
+    """Return the fastest layout of the plan's Pareto front that keeps the margin, or else what to try."""
+    fitting = [
+        candidate
+        for candidate in plan.pareto
+        if candidate.memory_bytes <= most_bytes and candidate.devices == plan.layout.devices
+    ]
     if fitting:
-        best = min(fitting, key=lambda one: one.step_s)
+        best = min(fitting, key=lambda candidate: candidate.step_s)
         slower = best.step_s / plan.prediction.step_s - 1 if plan.prediction.step_s > 0 else 0.0
         return f"{best.layout.short} needs {format_bytes(best.memory_bytes)} and {slower:+.1%} of the step time"
-    more = {"none": '"selective"', "selective": '"full"'}.get(plan.layout.recompute)
-    return (f"parallel.recompute = {more}, " if more else "") + "a smaller batch.micro, or more devices"
+    stronger = {"none": '"selective"', "selective": '"full"'}.get(plan.layout.recompute)
+    return (f"parallel.recompute = {stronger}, " if stronger else "") + "a smaller batch.micro, or more devices"
 
 
 RULE = Rule(

@@ -1,4 +1,4 @@
-"""MEM002: in the run, memory was not short, and the prediction was honest."""
+"""MEM002: the run was not short of memory, and its peak was as predicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Ends for want of memory, then what the samples say."""
+    """Check for ranks that ran out of memory, then the memory samples of the run."""
     ends, monitor = _judge_ends(evidence, evidence.the_log), evidence.the_log.monitor
     if monitor is None:
         missing = unknown(
@@ -35,18 +35,21 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_ends(evidence: Evidence, log: LogFacts) -> Outcome:
-    dead = [one for one in log.incidents if any(word in one.what.lower() for word in OUT_OF_MEMORY)]
-    if not dead and log.memberships is None:
+    oom_incidents = [
+        incident for incident in log.incidents if any(word in incident.what.lower() for word in OUT_OF_MEMORY)
+    ]
+    if not oom_incidents and log.memberships is None:
         return unknown(
             "no supervisor recorded why ranks ended",
             fix="start it with phalanx train, whose agents record it; under another launcher see its own log",
         )
-    if not dead:
+    if not oom_incidents:
         return passed("no rank ran out of memory", value=0, threshold=0)
-    lost_s = sum(one.recovery_s or 0.0 for one in dead)
+    lost_s = sum(incident.recovery_s or 0.0 for incident in oom_incidents)
     return failed(
-        f"{plural(len(dead), 'time')} a rank ran out of memory, first rank {dead[0].rank} at step {dead[0].step:,}",
-        value=len(dead),
+        f"{plural(len(oom_incidents), 'time')} a rank ran out of memory, "
+        f"first rank {oom_incidents[0].rank} at step {oom_incidents[0].step:,}",
+        value=len(oom_incidents),
         threshold=0,
         impact=evidence.loses(lost_s / log.wall_s if log.wall_s else 0.0, "recoveries after running out of memory"),
         fix="a smaller batch.micro, more recompute or sharding: it will come again",
@@ -54,55 +57,57 @@ def _judge_ends(evidence: Evidence, log: LogFacts) -> Outcome:
 
 
 def _judge_retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
-    count, most = monitor.allocation_retries, limits.number("most_retries")
+    count, max_retries = monitor.allocation_retries, limits.number("most_retries")
     if count is None:
         return unknown("nobody counted the allocator's retries", fix="telemetry of a trainer that reports them")
-    if count <= most:
-        return passed(f"the allocator retried {plural(count, 'time')}", value=count, threshold=most)
+    if count <= max_retries:
+        return passed(f"the allocator retried {plural(count, 'time')}", value=count, threshold=max_retries)
     return failed(
         f"the allocator freed its cache and retried {plural(count, 'time')}",
         value=count,
-        threshold=most,
+        threshold=max_retries,
         impact=Impact(note="each stops the device while its cache is freed; the steps it hit are in EFF003"),
         fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or a smaller batch.micro",
     )
 
 
 def _judge_fragments(monitor: MonitorFacts, limits: Limits) -> Outcome:
-    """What the allocator keeps beyond the most that tensors filled is lost to fragments."""
-    held, peak, most = monitor.held_bytes, monitor.memory_peak_bytes, limits.number("most_held")
-    if not held or not peak or not math.isfinite(held / peak):
+    """Judge fragmentation: memory that the allocator holds beyond the peak filled by tensors."""
+    held_bytes, peak, max_ratio = monitor.held_bytes, monitor.memory_peak_bytes, limits.number("most_held")
+    if not held_bytes or not peak or not math.isfinite(held_bytes / peak):
         return unknown(
             "how much memory the allocator holds is not known",
             fix="a run longer than telemetry.interval_s, in which ranks report their peak and what they hold",
         )
-    ratio = held / peak
-    formula = (f"{format_bytes(held)} held / {format_bytes(peak)} filled = {ratio:.2f}, at most {most:g}",)
+    ratio = held_bytes / peak
+    formula = (f"{format_bytes(held_bytes)} held / {format_bytes(peak)} filled = {ratio:.2f}, at most {max_ratio:g}",)
     statement = f"the allocator holds {ratio:.2f}x what tensors filled at most"
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+    if ratio <= max_ratio:
+        return passed(statement, formula=formula, value=ratio, threshold=max_ratio, unit="x")
     return failed(
         statement,
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
-        impact=Impact(note=f"no time lost, but {format_bytes(held - peak)} of device memory are too fragmented to use"),
+        impact=Impact(
+            note=f"no time lost, but {format_bytes(held_bytes - peak)} of device memory are too fragmented to use"
+        ),
         fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer sizes of tensors",
     )
 
 
 def _judge_stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
-    share, most = monitor.pressure_mean, limits.number("most_stalled")
+    share, max_share = monitor.pressure_mean, limits.number("most_stalled")
     if not monitor.pressure_source.startswith("psi") or share is None or not math.isfinite(share):
         return exempt("the kernel keeps no pressure stall information, and these are not GPUs")
-    if share <= most:
-        return passed(f"ranks stalled for lack of memory {share:.2%} of the time", value=share, threshold=most)
+    if share <= max_share:
+        return passed(f"ranks stalled for lack of memory {share:.2%} of the time", value=share, threshold=max_share)
     return failed(
-        f"ranks stalled for lack of memory {share:.2%} of the time, more than {most:.0%}",
+        f"ranks stalled for lack of memory {share:.2%} of the time, more than {max_share:.0%}",
         formula=(f"mean of {monitor.pressure_source}, some, over all samples = {share:.4f}",),
         value=share,
-        threshold=most,
+        threshold=max_share,
         impact=evidence.loses(share, "time in which a task waited for memory"),
         fix="fewer ranks on the host, a smaller batch.micro, or what else runs there",
     )
@@ -118,16 +123,16 @@ def _judge_prediction(evidence: Evidence, monitor: MonitorFacts, limits: Limits)
         return unknown(
             "no rank reported its peak memory", fix="a run longer than telemetry.interval_s, in which ranks report"
         )
-    off, most = planned / peak - 1, limits.number("most_error")
-    formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {off:+.1%}",)
-    statement = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {off:+.1%}"
-    if abs(off) <= most:
-        return passed(statement, formula=formula, value=off, threshold=most, at="plan:memory")
+    error, max_error = planned / peak - 1, limits.number("most_error")
+    formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {error:+.1%}",)
+    statement = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {error:+.1%}"
+    if abs(error) <= max_error:
+        return passed(statement, formula=formula, value=error, threshold=max_error, at="plan:memory")
     return failed(
         statement,
         formula=formula,
-        value=off,
-        threshold=most,
+        value=error,
+        threshold=max_error,
         at="plan:memory",
         impact=Impact(
             note="no time lost, but the next plan of such a job may choose what does not fit, or waste what does"

@@ -1,4 +1,4 @@
-"""OPT001: learning rate, warm-up, weight decay, epsilon and betas are within what anybody has trained with."""
+"""OPT001: learning rate, warm-up, weight decay, epsilon and betas are within the range of published runs."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ OPTIMIZER_KEYS = (
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Every setting of the optimizer that somebody stated."""
+    """Check every setting of the optimizer that the file or a documented default states."""
     if not any(evidence.stated(f"optim.{name}") for name in ("lr", "weight_decay", "eps", "betas", "warmup_tokens")):
         return (exempt(f"the file leaves the optimizer to a script of {evidence.practice.trainer}"),)
-    found = (
+    failures = (
         *_judge_rate(evidence, limits),
         *_judge_warmup(evidence, limits),
         *_judge_decay(evidence, limits),
@@ -53,23 +53,27 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         *_judge_betas(evidence, limits),
     )
     rate = evidence.the_job.optim.lr
-    return found or (passed(f"learning rate {rate:g} and the rest are within what others train with", value=rate),)
+    return failures or (passed(f"learning rate {rate:g} and the rest are within what others train with", value=rate),)
 
 
 def _optimizer_name(evidence: Evidence) -> str:
-    """As another trainer's file spells it; the job's, where it says none."""
+    """Return the name of the optimizer in another trainer's file, or else in the job."""
     for name in OPTIMIZER_KEYS:
-        if (said := evidence.find_setting(name)) is not None and isinstance(said.value, str):
-            return said.value.lower()
-    # A fork's own word for it, as --optimizer-selection.
-    own = (
-        one.value for name, one in evidence.settings.items() if re.search(r"optim\w*_(selection|type|name|kind)$", name)
+        if (setting := evidence.find_setting(name)) is not None and isinstance(setting.value, str):
+            return setting.value.lower()
+    # A setting with a fork's name, such as --optimizer-selection.
+    values = (
+        setting.value
+        for name, setting in evidence.settings.items()
+        if re.search(r"optim\w*_(selection|type|name|kind)$", name)
     )
-    return next((one.lower() for one in own if isinstance(one, str)), evidence.the_job.optim.name)
+    return next((value.lower() for value in values if isinstance(value, str)), evidence.the_job.optim.name)
 
 
 def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
-    """The learning rate of published runs of this size; a larger batch takes more, by its square root and up to twice.
+    """Return the learning rate of published runs of this size.
+
+    It grows with the square root of the batch, by a factor of at most two.
 
     >>> round(usual_rate(125e6, 500_000), 6), round(usual_rate(175e9, 3_200_000), 5)
     (0.0006, 0.00012)
@@ -81,8 +85,9 @@ def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
 
 
 def _parameters(evidence: Evidence) -> float | None:
-    """Of the model; None where a stand-in holds its place."""
-    if any("hybrid" in name for name in evidence.settings):  # layers of several kinds, which the planner cannot count
+    """Return the parameters of the model; None where its size is only assumed."""
+    # Layers of several kinds, which the planner cannot count.
+    if any("hybrid" in name for name in evidence.settings):
         return None
     if evidence.plan is not None:
         return float(evidence.plan.prediction.parameters)
@@ -92,8 +97,8 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
-# Settings of models that are no language models: classifiers and generators of images, and models of sound. A language
-# model that is given images keeps the rates of one, and has none of these.
+# Settings of models other than language models: classifiers and generators of images, and models of sound. A
+# language model with image inputs keeps the rates of a language model, and has none of these settings.
 OF_OTHER_MODELS = re.compile(
     r"(^|[._])(vision_pretraining_type|img_h|img_w|patch_dim|num_channels|num_classes|unet|unet_config|vae_config|"
     r"first_stage_config|dino_\w+|n_mels|sample_rate|spectrogram)([._]|$)"
@@ -101,34 +106,36 @@ OF_OTHER_MODELS = re.compile(
 
 
 def _is_language_model(evidence: Evidence) -> bool:
-    """Whether no setting says that the model reads something else than text: published rates are those of text."""
+    """Return whether no setting indicates a model of something other than text; published rates are those of text."""
     if not evidence.is_foreign:
         return True
-    said = (name for name, one in evidence.settings.items() if one.value not in (None, False, ""))
-    return not any(OF_OTHER_MODELS.search(name) for name in said)
+    names = (name for name, setting in evidence.settings.items() if setting.value not in (None, False, ""))
+    return not any(OF_OTHER_MODELS.search(name) for name in names)
 
 
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
     if not _is_language_model(evidence):
         return
-    if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have rates of their own
+    # Adapters and projectors have their own rates.
+    if not evidence.stated("optim.lr") or evidence.partial:
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
-    if evidence.is_foreign and not any(one in name for one in ("adam", "muon")):
-        return  # published rates are Adam's; Lion, SGD and others have their own
-    most = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
-    ratio = optim.lr / usual
-    if ratio <= most:
+    if evidence.is_foreign and not any(family in name for family in ("adam", "muon")):
+        # Published rates are those of Adam; Lion, SGD and others have their own.
         return
-    whose = "published runs of this size" if _parameters(evidence) else "any published run"
+    max_rate = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
+    ratio = optim.lr / usual
+    if ratio <= max_rate:
+        return
+    source = "published runs of this size" if _parameters(evidence) else "any published run"
     yield failed(
-        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of {whose}, {usual:.2g}",
-        formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {most:g} (a threshold of ours)",),
+        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of {source}, {usual:.2g}",
+        formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {max_rate:g} (a threshold of ours)",),
         value=optim.lr,
-        threshold=most * usual,
+        threshold=max_rate * usual,
         at="optim.lr",
-        severity="error" if ratio > limits.number("error_factor") * most else "warning",
+        severity="error" if ratio > limits.number("error_factor") * max_rate else "warning",
         impact=DIVERGES,
         fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
     )
@@ -136,7 +143,8 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 def _usual_rate_here(evidence: Evidence) -> float:
     batch = evidence.the_job.batch.global_tokens if evidence.plan is not None else 0
-    if batch and evidence.is_foreign:  # a rate that is published for the size is no slip with a small batch either
+    # A rate published for the size is fine with a small batch too.
+    if batch and evidence.is_foreign:
         batch = max(batch, RATE_BATCH)
     return usual_rate(_parameters(evidence), float(batch) if batch else None)
 
@@ -146,7 +154,7 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     tokens = evidence.plan.duration.tokens if evidence.plan is not None else job.data.tokens
     warmup = job.optim.warmup_tokens
     share = warmup / tokens if isinstance(tokens, int) and tokens > 0 else 0.0
-    # A decay that is longer than the run is the schedule of a longer one, of which this is the beginning.
+    # A decay longer than the run belongs to the schedule of a longer run, of which this is the beginning.
     cut_short = any(
         (decay := evidence.setting_number(f"lr_decay_{unit}")) is not None
         and (length := evidence.setting_number(f"train_{unit}")) is not None
@@ -157,7 +165,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     if steps is None and isinstance(tokens, int) and batch:
         steps = tokens / batch
     if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
-        return  # a few steps, to see whether they run: nothing is learnt either way
+        # A few steps, to see whether they run: nothing is learnt either way.
+        return
     if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
             f"the warm-up takes {share:.0%} of the training",
@@ -170,14 +179,15 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         )
     factory = evidence.find_setting("model._target_")
     if factory is not None and "ngpt" in str(factory.value).lower():
-        return  # weights of unit length need none (nGPT, arXiv:2410.01131)
+        return  # normalised weights need no warm-up (nGPT, arXiv:2410.01131)
     elsewhere = bool(evidence.open_why or evidence.find_setting(*STARTED))
     if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or elsewhere:
         return
     if evidence.is_foreign and job.optim.lr <= limits.number("low_rate") * _usual_rate_here(evidence):
-        return  # a rate of fine-tuning, or of going on with weights from elsewhere
+        # A rate of fine-tuning, or of continued training from other weights.
+        return
     if (evidence.setting_number("lr_warmup_fraction") or 0.0) > 0:
-        return  # a fraction that comes to less than a step is one all the same
+        return  # a fraction that is less than a step still counts as a warm-up
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
     if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:
         return
@@ -192,30 +202,30 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 
 def _judge_decay(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
-    decay, most = evidence.the_job.optim.weight_decay, limits.number("most_decay")
-    if not evidence.stated("optim.weight_decay") or decay <= most:
+    decay, max_decay = evidence.the_job.optim.weight_decay, limits.number("most_decay")
+    if not evidence.stated("optim.weight_decay") or decay <= max_decay:
         return
     yield failed(
         f"a weight decay of {decay:g}; published runs have 0.01 to 0.1",
         value=decay,
-        threshold=most,
+        threshold=max_decay,
         at="optim.weight_decay",
-        severity="error" if decay > 2 * most else "warning",
+        severity="error" if decay > 2 * max_decay else "warning",
         impact=LEARNS,
         fix="0.1, as GPT-3 and Llama; the threshold is ours",
     )
 
 
 def _judge_epsilon(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
-    eps, most = evidence.the_job.optim.eps, limits.number("most_eps")
-    if not evidence.stated("optim.eps") or eps <= most:
+    eps, max_eps = evidence.the_job.optim.eps, limits.number("most_eps")
+    if not evidence.stated("optim.eps") or eps <= max_eps:
         return
     yield failed(
         f"Adam's epsilon is {eps:g}, larger than the gradients it is added to: steps shrink with them",
         value=eps,
-        threshold=most,
+        threshold=max_eps,
         at="optim.eps",
-        severity="error" if eps > 100 * most else "warning",
+        severity="error" if eps > 100 * max_eps else "warning",
         impact=LEARNS,
         fix="1e-8, or 1e-5 as Llama 2; the threshold is ours",
     )
@@ -223,20 +233,20 @@ def _judge_epsilon(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 def _judge_betas(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     first, second = evidence.the_job.optim.betas
-    least, most = limits.number("least_beta2"), limits.number("most_beta")
+    min_beta2, max_beta = limits.number("least_beta2"), limits.number("most_beta")
     if not evidence.stated("optim.betas"):
         return
     severity: Severity = "warning"
     if first >= 1 or second >= 1:
-        what, severity = f"betas of {first:g} and {second:g}: a moment that never forgets never learns", "error"
-    elif first > most or second < least:
-        what = f"betas of {first:g} and {second:g}; published runs have 0.9 and 0.95 to 0.999"
+        message, severity = f"betas of {first:g} and {second:g}: a moment that never forgets never learns", "error"
+    elif first > max_beta or second < min_beta2:
+        message = f"betas of {first:g} and {second:g}; published runs have 0.9 and 0.95 to 0.999"
     else:
         return
     yield failed(
-        what,
-        value=second if second < least else first,
-        threshold=least if second < least else most,
+        message,
+        value=second if second < min_beta2 else first,
+        threshold=min_beta2 if second < min_beta2 else max_beta,
         at="optim.betas",
         severity=severity,
         impact=LEARNS,

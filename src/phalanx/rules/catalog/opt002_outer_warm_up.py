@@ -1,4 +1,4 @@
-"""OPT002: peers that take many steps alone train together first, and meet often enough."""
+"""OPT002: peers that take many steps alone first train synchronously, and exchange often enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEARNS = Impact(note="no time lost, but the loss ended 2.6 to 4.7 % higher in ou
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...] | Outcome:
-    """Synchronous steps at the start of a short run, and rounds in the rest of it."""
+    """Check the synchronous steps at the start of a short run, and the number of exchanges after them."""
     job, sync = evidence.the_job, evidence.the_job.sync
     if sync.mode not in ("diloco", "quorum"):
         return exempt("no peer takes steps alone")
@@ -25,7 +25,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...] | Outcome:
 
 
 def _run_steps(evidence: Evidence) -> int | None:
-    """Optimizer steps of the run."""
+    """Return the number of optimizer steps of the run, or None."""
     if evidence.plan is not None:
         return evidence.plan.duration.steps
     tokens, batch = evidence.the_job.data.tokens, evidence.the_job.batch.global_tokens
@@ -33,19 +33,19 @@ def _run_steps(evidence: Evidence) -> int | None:
 
 
 def _judge_warm_up(weights: str, steps: int, warm: int, limits: Limits) -> Outcome:
-    share, least = warm / max(1, steps), limits.number("least_share")
+    share, min_share = warm / max(1, steps), limits.number("least_share")
     if weights:
         return passed("the run starts from trained weights: peers do not start apart", value=share)
     if steps > limits.number("short_steps"):
         return passed(f"{warm:,} synchronous steps, in a long run of {steps:,}", value=share)
     statement = f"{warm:,} of {steps:,} steps at the start are synchronous ({share:.1%})"
-    if share >= least:
-        return passed(statement, value=share, threshold=least, at="sync.synchronous_steps")
+    if share >= min_share:
+        return passed(statement, value=share, threshold=min_share, at="sync.synchronous_steps")
     return failed(
-        f"{statement}, less than {least:.0%} of a short run",
-        formula=(f"{warm:,} / {steps:,} = {share:.3g} < {least:g}",),
+        f"{statement}, less than {min_share:.0%} of a short run",
+        formula=(f"{warm:,} / {steps:,} = {share:.3g} < {min_share:g}",),
         value=share,
-        threshold=least,
+        threshold=min_share,
         at="sync.synchronous_steps",
         impact=LEARNS,
         edits=(Edit(key="sync.synchronous_steps", value="auto", safe=False, note="20 % of the steps"),),
@@ -53,23 +53,23 @@ def _judge_warm_up(weights: str, steps: int, warm: int, limits: Limits) -> Outco
 
 
 def _judge_rounds(steps: int, warm: int, inner_steps: int, limits: Limits) -> Outcome:
-    rounds, least = (steps - warm) / inner_steps, limits.number("least_rounds")
+    rounds, min_rounds = (steps - warm) / inner_steps, limits.number("least_rounds")
     statement = f"peers exchange {rounds:,.1f} times after the warm-up"
-    if rounds >= least:
-        return passed(statement, value=rounds, threshold=least, at="sync.inner_steps")
+    if rounds >= min_rounds:
+        return passed(statement, value=rounds, threshold=min_rounds, at="sync.inner_steps")
     return failed(
-        f"{statement}, fewer than {least:g}",
+        f"{statement}, fewer than {min_rounds:g}",
         formula=(f"({steps:,} - {warm:,}) / {inner_steps:,} = {rounds:.3g}",),
         value=rounds,
-        threshold=least,
+        threshold=min_rounds,
         at="sync.inner_steps",
         impact=Impact(note="no time lost, but the outer optimizer hardly takes a step: peers train apart"),
         edits=(
             Edit(
                 key="sync.inner_steps",
-                value=max(1, int((steps - warm) / least)),
+                value=max(1, int((steps - warm) / min_rounds)),
                 safe=False,
-                note=f"{least:g} exchanges in the run",
+                note=f"{min_rounds:g} exchanges in the run",
             ),
         ),
     )

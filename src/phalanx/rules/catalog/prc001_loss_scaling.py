@@ -1,4 +1,4 @@
-"""PRC001: fp16 trains with a dynamic loss scale, wider exponents with none."""
+"""PRC001: fp16 trains with a dynamic loss scale, formats with wider exponents with none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ AUTO = Edit(key="precision.loss_scale", value="auto", safe=False, note="found wh
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The format of the products against the kind of scale."""
+    """Check the number format of matrix products against the kind of loss scale."""
     compute, kind = evidence.the_job.precision.compute, _scale_kind(evidence)
     scale = evidence.the_job.precision.loss_scale
-    shown = f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
-    formula = (f"compute = {compute}; loss scale = {shown}",)
+    scale_text = f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
+    formula = (f"compute = {compute}; loss scale = {scale_text}",)
     if kind is None:
         return unknown(
             f"it is not known how {evidence.practice.trainer} scales the loss in {compute}",
@@ -27,13 +27,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _scale_kind(evidence: Evidence) -> str | None:
-    """dynamic, static, none; None where nobody says."""
+    """Return the kind of loss scale: dynamic, static or none; None where it is not known."""
     scale = evidence.the_job.precision.loss_scale
     if not isinstance(scale, str):
         return "static" if scale != 1.0 else "none"
     if evidence.the_job.precision.compute != "fp16":
         return "none"
-    # "auto" is dynamic by the job's own schema; another trainer goes by its own habits.
+    # "auto" is dynamic by the job schema; for another trainer its default behaviour counts.
     return evidence.practice.loss_scale or ("dynamic" if evidence.practice.trainer == "phalanx" else None)
 
 

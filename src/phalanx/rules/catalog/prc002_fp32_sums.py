@@ -11,25 +11,27 @@ RECIPES = {
     "bf16": "DeepSeek-V3 kept both moments in bf16 beside fp32 master weights (arXiv:2412.19437)",
     "int8": 'block-wise 8-bit Adam (arXiv:2110.02861) is optim.name = "adamw8bit"',
 }
-BITS = {"bf16": 8, "fp16": 11}  # of a number, the leading one included
+# Bits of the significand, including the leading one.
+BITS = {"bf16": 8, "fp16": 11}
 LEARNS = Impact(note="no time lost, but what the model learns is at stake, and no share of the run can be told")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Three sums: of gradients, in the moments, in the weights."""
+    """Check three sums: gradients, moments, and weights."""
     return (_judge_gradients(evidence, limits), _judge_moments(evidence, limits), _judge_weights(evidence, limits))
 
 
 def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
     precision = evidence.the_job.precision
-    # What is computed in fp32 is summed in fp32 whatever the key says.
+    # Values computed in fp32 are summed in fp32 whatever the key contains.
     kind = "fp32" if precision.compute == "fp32" else precision.grad_reduce
     if kind in limits.words("reduce_formats"):
         return passed(f"gradients are summed in {kind}", value=kind, threshold="fp32", at="precision.grad_reduce")
-    who = evidence.practice.trainer
-    if missing := unstated_key(evidence, "precision.grad_reduce", f"in which format {who} sums gradients"):
+    trainer = evidence.practice.trainer
+    if missing := unstated_key(evidence, "precision.grad_reduce", f"in which format {trainer} sums gradients"):
         return missing
-    kind = evidence.practice.sums_in or kind  # fp16: the job schema has no word for it
+    # The job schema has no value fp16 for it.
+    kind = evidence.practice.sums_in or kind
     if evidence.plan is None:
         return unknown(
             f"gradients are summed in {kind}; without a plan nobody knows over how many terms",
@@ -64,7 +66,8 @@ def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
 def _sum_severity(evidence: Evidence, *, declared: bool, lost: float, limits: Limits) -> Severity | None:
     if evidence.is_foreign and lost < limits.number("small_loss"):
         return "info"
-    return "warning" if declared else None  # what is lost on the wire on purpose is COM002's to weigh
+    # Declared compression is judged by COM002.
+    return "warning" if declared else None
 
 
 def _judge_moments(evidence: Evidence, limits: Limits) -> Outcome:

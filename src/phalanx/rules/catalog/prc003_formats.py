@@ -1,4 +1,4 @@
-"""PRC003: narrow formats only where the hardware has them, away from what they hurt, and with parity shown."""
+"""PRC003: narrow formats are used only where the hardware has them, spare sensitive modules, and have shown parity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPARED = "embeddings, norms, head and router"
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Is it there, is it kept away from what it hurts, was it shown to learn as well."""
+    """Check that the hardware has the format, that sensitive modules are spared, and that parity was shown."""
     supported = _lacking_format(evidence, limits) or _judge_support(evidence)
     if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
         return (supported,)
@@ -19,28 +19,31 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
-    """The losses of two runs, in the narrow format and in a wider one; smaller models count, as DeepSeek-V3's did."""
-    kind, found, most = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
-    if found is None or found.narrow_format != kind:
+    """Compare the losses of two runs in the narrow format and a wider one.
+
+    Runs of smaller models count, as they did for DeepSeek-V3.
+    """
+    kind, parity, max_gap = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
+    if parity is None or parity.narrow_format != kind:
         return unknown(
             f"nothing shows that {kind} learns as bf16 does on this model",
             fix="train a hundredth of the tokens in both, then phalanx check … --parity RUN RUN",
             at="precision.compute",
         )
-    text = "held-out" if found.held_out else "last training"
+    text = "held-out" if parity.held_out else "last training"
     formula = (
-        f"{found.model}, {format_count(found.tokens)} tokens: {text} loss {found.narrow_loss:.4f} in {kind} "
-        f"({found.narrow}), {found.wide_loss:.4f} in {found.wide_format} ({found.wide})",
-        f"gap = {found.narrow_loss:.4f} / {found.wide_loss:.4f} - 1 = {found.gap:+.3%}",
+        f"{parity.model}, {format_count(parity.tokens)} tokens: {text} loss {parity.narrow_loss:.4f} in {kind} "
+        f"({parity.narrow}), {parity.wide_loss:.4f} in {parity.wide_format} ({parity.wide})",
+        f"gap = {parity.narrow_loss:.4f} / {parity.wide_loss:.4f} - 1 = {parity.gap:+.3%}",
     )
-    statement = f"{kind} ends {found.gap:+.3%} from {found.wide_format}"
-    if found.gap <= most:
-        return passed(statement, formula=formula, value=found.gap, threshold=most, at="precision.compute")
+    statement = f"{kind} ends {parity.gap:+.3%} from {parity.wide_format}"
+    if parity.gap <= max_gap:
+        return passed(statement, formula=formula, value=parity.gap, threshold=max_gap, at="precision.compute")
     return failed(
         statement,
         formula=formula,
-        value=found.gap,
-        threshold=most,
+        value=parity.gap,
+        threshold=max_gap,
         at="precision.compute",
         impact=Impact(note="no time lost, but the model learns less from the same tokens"),
         edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
@@ -48,7 +51,7 @@ def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _lacking_format(evidence: Evidence, limits: Limits) -> Outcome | None:
-    """Of devices in the catalogue that have no bf16, whatever their profile lists."""
+    """Return a failure for bf16 on devices without it, whatever their profile lists; else None."""
     kind = evidence.the_job.precision.compute
     accelerator = evidence.plan.cluster.accelerator if evidence.plan is not None else None
     if kind != "bf16" or accelerator is None or accelerator.family not in limits.words("without_bf16"):
@@ -65,24 +68,24 @@ def _lacking_format(evidence: Evidence, limits: Limits) -> Outcome | None:
 
 def _judge_support(evidence: Evidence) -> Outcome:
     kind, profile = evidence.the_job.precision.compute, evidence.profile
-    listed = ", ".join(profile.formats)
+    formats = ", ".join(profile.formats)
     if kind in profile.formats:
         if profile.must_measure and kind not in ("fp32", "bf16"):
             return _judge_declared(evidence, kind)
-        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=listed, at="precision.compute")
+        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=formats, at="precision.compute")
     nearest = "bf16" if "bf16" in profile.formats else profile.formats[0]
     return failed(
         f"{profile.name} does not multiply in {kind}",
         value=kind,
-        threshold=listed,
+        threshold=formats,
         at="precision.compute",
         impact=Impact(note="the job does not start, or computes in a wider format than it says"),
-        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {listed}"),),
+        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {formats}"),),
     )
 
 
 def _judge_declared(evidence: Evidence, kind: str) -> Outcome:
-    """Of hardware that the specification does not know: what its own entry declares."""
+    """Judge hardware that has no profile by the peak rates that its own entry declares."""
     at = "precision.compute"
     if evidence.plan is None:
         return unknown(f"nothing is known of {kind} on this hardware", fix="name its profile, or a cluster file", at=at)

@@ -1,4 +1,4 @@
-"""PRC004: steps that are not finite, or explode, are taken by no rank, and not for long."""
+"""PRC004: steps that are not finite or explode are skipped by all ranks, and not for long."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Bounded, together, and guarded against large gradients; in a run also: none slipped through."""
+    """Check that skipping is bounded and done by all ranks, that gradients are guarded, and the steps of a run."""
     steps = evidence.log.steps if evidence.log is not None else None
-    found = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
-    return (*found, *_judge_log(evidence, limits, steps)) if steps is not None else found
+    from_job = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
+    return (*from_job, *_judge_log(evidence, limits, steps)) if steps is not None else from_job
 
 
 def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
-    key, most = "train.skipped_steps", limits.number("most_in_a_row")
+    key, max_in_a_row = "train.skipped_steps", limits.number("most_in_a_row")
     if not evidence.stated(key):
         return unknown(
             f"it is not known after how many skipped steps {evidence.practice.trainer} stops",
@@ -33,19 +33,21 @@ def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
         )
     count = evidence.the_job.train.skipped_steps
     statement = f"the run stops after {plural(count, 'skipped step')} in a row"
-    if count <= most:
-        return passed(statement, value=count, threshold=most, unit="steps", at=key)
+    if count <= max_in_a_row:
+        return passed(statement, value=count, threshold=max_in_a_row, unit="steps", at=key)
     step_s = evidence.plan.prediction.step_s if evidence.plan is not None else 0.0
     return failed(
-        f"{statement}, more than {most:.0f}",
+        f"{statement}, more than {max_in_a_row:.0f}",
         formula=(f"{plural(count, 'step')} × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
         value=count,
-        threshold=most,
+        threshold=max_in_a_row,
         unit="steps",
         at=key,
-        severity=beyond_count(count, most, limits),
+        severity=beyond_count(count, max_in_a_row, limits),
         impact=Impact(note=f"{format_seconds(count * step_s)} of steps that learn nothing, at every divergence"),
-        edits=(Edit(key=key, value=int(most), safe=False, note="then the run goes back to its last intact state"),),
+        edits=(
+            Edit(key=key, value=int(max_in_a_row), safe=False, note="then the run goes back to its last intact state"),
+        ),
     )
 
 
@@ -81,10 +83,10 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
     if 0 < factor < limits.number("least_factor"):
         return _factor_too_small(factor, limits)
     if 0 < clip <= limits.number("most_clip") or factor > 0:
-        how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
-        return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
+        guard = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
+        return passed(f"a gradient that explodes is {guard}", formula=formula, value=clip or factor, at="optim.clip")
     statement = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
-    # A scale that is searched for lets an overflow pass by; what grows and stays finite is taken.
+    # The search for a loss scale skips overflows; a gradient that grows but stays finite is applied.
     scaled = evidence.the_job.precision.compute == "fp16" and evidence.the_job.precision.loss_scale == "auto"
     unless = " unless it overflows fp16" if scaled else ""
     filled = _is_filled_in(evidence)
@@ -102,20 +104,22 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _is_filled_in(evidence: Evidence) -> bool:
-    """Whether Hugging Face's Trainer fills a DeepSpeed JSON in: it has places for it."""
-    return evidence.practice.trainer == "deepspeed" and any(one.value == "auto" for one in evidence.settings.values())
+    """Return whether Hugging Face's Trainer fills in values of a DeepSpeed JSON: it contains "auto"."""
+    return evidence.practice.trainer == "deepspeed" and any(
+        setting.value == "auto" for setting in evidence.settings.values()
+    )
 
 
 def _factor_too_small(factor: float, limits: Limits) -> Outcome:
-    """A factor near 1 takes every usual step for a spike, and the run ends."""
-    least = limits.number("least_factor")
+    """Return the failure for a spike factor near 1, with which usual steps count as spikes and the run ends."""
+    min_factor = limits.number("least_factor")
     return failed(
-        f"steps are skipped from {factor:g} times the running median, less than {least:g}: most are no spikes",
+        f"steps are skipped from {factor:g} times the running median, less than {min_factor:g}: most are no spikes",
         formula=(
-            f"train.spike_factor = {factor:g}, at least {least:g}; at 1 half of all steps are above their median",
+            f"train.spike_factor = {factor:g}, at least {min_factor:g}; at 1 half of all steps are above their median",
         ),
         value=factor,
-        threshold=least,
+        threshold=min_factor,
         unit="x",
         at="train.spike_factor",
         impact=Impact(note="steps that learn nothing, and a stop after train.skipped_steps of them: the run ends"),
@@ -124,20 +128,22 @@ def _factor_too_small(factor: float, limits: Limits) -> Outcome:
 
 
 def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
-    """A few are somebody's to look at; as many as the run may skip ended it, or should have."""
-    searching = evidence.the_job.precision.compute == "fp16"  # for its loss scale, which skips by design
-    most = limits.number("most_in_a_row")
-    least = most if searching else limits.number("look_in_a_row")
-    if steps.skipped_in_a_row < least or (searching and steps.skipped_in_a_row <= most):
+    """Judge the steps skipped in a row: a few deserve a look; as many as the run may skip are an error."""
+    searching = (
+        evidence.the_job.precision.compute == "fp16"
+    )  # fp16 searches for its loss scale, which skips steps by design
+    max_in_a_row = limits.number("most_in_a_row")
+    min_in_a_row = max_in_a_row if searching else limits.number("look_in_a_row")
+    if steps.skipped_in_a_row < min_in_a_row or (searching and steps.skipped_in_a_row <= max_in_a_row):
         return ()
-    count, bound = steps.skipped_in_a_row, min(most, evidence.the_job.train.skipped_steps)
-    ended = ", as many as end a run" if count >= bound else ""
+    count, bound = steps.skipped_in_a_row, min(max_in_a_row, evidence.the_job.train.skipped_steps)
+    ending = ", as many as end a run" if count >= bound else ""
     return (
         failed(
-            f"skipped {plural(count, 'step')} in a row{ended}",
-            formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {least:g}",),
+            f"skipped {plural(count, 'step')} in a row{ending}",
+            formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {min_in_a_row:g}",),
             value=count,
-            threshold=least,
+            threshold=min_in_a_row,
             unit="steps",
             at=file_of(evidence.the_log),
             severity="error" if count >= bound else "warning",
@@ -148,9 +154,9 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
 
 
 def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
-    found = []
+    failures = []
     if steps.not_finite:
-        found.append(
+        failures.append(
             failed(
                 f"did not skip {plural(steps.not_finite, 'step')} with a loss or norm that is not finite",
                 value=steps.not_finite,
@@ -162,7 +168,7 @@ def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Ou
             )
         )
     if steps.zero_norm:
-        found.append(
+        failures.append(
             failed(
                 f"took {plural(steps.zero_norm, 'step')} with a gradient norm of exactly 0",
                 value=steps.zero_norm,
@@ -175,23 +181,29 @@ def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Ou
                 "checkpoint of then, and look at the data of that step",
             )
         )
-    return (*found, *_in_a_row(evidence, limits, steps), _judge_jump(evidence, limits, steps))
+    return (*failures, *_in_a_row(evidence, limits, steps), _judge_jump(evidence, limits, steps))
 
 
 def _judge_jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
-    """The loss where it is told by itself, else whatever jumped most unless gradients are clipped."""
-    most = limits.number("jump")
+    """Judge the largest jump of a step that was taken.
+
+    The loss is judged where it is logged by itself; otherwise the larger jump of loss and gradient norm, unless
+    gradients are clipped.
+    """
+    max_jump = limits.number("jump")
     jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot
     if jump is None and evidence.the_job.optim.clip <= 0:
         jump, spot = steps.worst_jump, steps.worst_jump_spot
     if jump is None or not math.isfinite(jump):
         return passed(f"{steps.skipped:,} of {steps.count:,} steps skipped, at most {steps.skipped_in_a_row} in a row")
-    if jump <= most:
-        return passed(f"no step that was taken jumped by more than {jump:.1f}x", value=jump, threshold=most, unit="x")
+    if jump <= max_jump:
+        return passed(
+            f"no step that was taken jumped by more than {jump:.1f}x", value=jump, threshold=max_jump, unit="x"
+        )
     return failed(
         f"a step that was taken had {jump:.1f}x the running mean",
         value=jump,
-        threshold=most,
+        threshold=max_jump,
         unit="x",
         at=spot or "",
         severity="warning",

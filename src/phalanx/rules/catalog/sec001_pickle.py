@@ -1,4 +1,4 @@
-"""SEC001: nothing that is loaded can run code."""
+"""SEC001: no loaded file can run code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TAKEN_OVER = Impact(note="no time by itself: who wrote the file runs code as you
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The format of checkpoints, and that of the weights a job starts from."""
+    """Check the format of checkpoints, and that of the weights a job starts from."""
     return (_judge_checkpoints(evidence, limits), _judge_weights(evidence, limits))
 
 
@@ -26,23 +26,27 @@ def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
     statement = f"{practice.trainer} writes and reads {form}"
     if form in safe:
         return passed(statement, value=form, threshold=", ".join(safe))
-    least = limits.words("torch")[0]
+    min_version = limits.words("torch")[0]
     torch = (evidence.host.packages or {}).get("torch", "") if evidence.host is not None else ""
-    if torch and at_least(torch, least) and practice.verifies_digests:
-        return passed(f"{statement}, with torch {torch} and digests that are verified", value=torch, threshold=least)
+    if torch and at_least(torch, min_version) and practice.verifies_digests:
+        return passed(
+            f"{statement}, with torch {torch} and digests that are verified", value=torch, threshold=min_version
+        )
     return failed(
         f"{statement}, which holds pickles" + (f", with torch {torch}" if torch else ""),
-        formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {least}, weights_only and digests",),
+        formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {min_version}, weights_only and digests",),
         value=form,
         threshold=", ".join(safe),
-        at="practice:checkpoint_format" if form == "torch-pickle" else "",  # chosen: there are better ones
+        at="practice:checkpoint_format"
+        if form == "torch-pickle"
+        else "",  # this format was chosen, and there are better ones
         impact=TAKEN_OVER,
-        fix=_safer_format(evidence, least),
+        fix=_safer_format(evidence, min_version),
     )
 
 
 def _safer_format(evidence: Evidence, least: str) -> str:
-    """What the trainer can write instead: Megatron Core has no safetensors of its own."""
+    """Return advice on a format that the trainer can write instead: Megatron Core has no safetensors."""
     guarded = f"load with weights_only=True alone, torch {least} or newer, and verify a digest that came another way"
     if evidence.practice.trainer in ("megatron", "nemo"):
         flag = "--ckpt-format torch_dist" if evidence.practice.trainer == "megatron" else "ckpt_format: torch_dist"
@@ -55,8 +59,8 @@ def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
     if not path:
         return exempt("the job starts from new weights")
     ending = "." + path.rsplit(".", 1)[-1].lower() if "." in path.rsplit("/", 1)[-1] else ""
-    bad = limits.words("endings")
-    if ending not in bad:
+    pickle_endings = limits.words("endings")
+    if ending not in pickle_endings:
         return passed(f"train.weights = {path[:80]!r}: only safetensors are read from it", at="train.weights")
     return failed(
         f"train.weights = {path[:80]!r} names a pickle",
@@ -69,7 +73,7 @@ def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def at_least(version: str, least: str) -> bool:
-    """Whether a version is as new as another; what cannot be read is not.
+    """Return whether a version is at least as new as another; False for a version that cannot be parsed.
 
     >>> at_least("2.13.0+cpu", "2.10.0"), at_least("2.9.1", "2.10.0"), at_least("nightly", "2.10.0")
     (True, False, False)
@@ -77,7 +81,7 @@ def at_least(version: str, least: str) -> bool:
     parts = [re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", text) for text in (version, least)]
     if parts[0] is None or parts[1] is None:
         return False
-    first, second = ([int(one or 0) for one in match.groups()] for match in parts if match is not None)
+    first, second = ([int(digits or 0) for digits in match.groups()] for match in parts if match is not None)
     return first >= second
 
 

@@ -1,4 +1,4 @@
-"""SEC002: sockets of control, collectives and metrics are not open to strangers."""
+"""SEC002: control, collective and metrics sockets are not open to strangers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TIME = Impact(note="no time by itself: whoever reaches the port may read the 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Agents, metrics, what the run really listened on, and the trainer's habits."""
+    """Check the addresses of agents and metrics, those in the run's record, and the trainer's default behaviour."""
     allowed = limits.words("reach")
     return (
         *_judge_agents(evidence, allowed),
@@ -25,7 +25,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def reach_of(host: str) -> Reach:
-    """Who reaches an address.
+    """Classify an address by the hosts that can reach it.
 
     >>> [reach_of(one) for one in ("", "127.0.0.1", "10.0.0.1", "fd00::1", "0.0.0.0", "8.8.8.8", "ib0")]
     ['loopback', 'loopback', 'private', 'private', 'everywhere', 'public', 'a name']
@@ -42,7 +42,7 @@ def reach_of(host: str) -> Reach:
     except ValueError:
         return "a name"
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped  # ::ffff:0.0.0.0 is 0.0.0.0
+        address = address.ipv4_mapped  # ::ffff:0.0.0.0 means 0.0.0.0
     if address.is_unspecified:
         return "everywhere"
     if address.is_loopback:
@@ -54,8 +54,8 @@ def _judge_agents(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome
     if not evidence.stated("fault.interface"):
         return ()
     host = evidence.the_job.fault.interface
-    who = "agents and ranks listen on"
-    return (_judge_address(host or "127.0.0.1", who, "fault.interface", allowed),)
+    subject = "agents and ranks listen on"
+    return (_judge_address(host or "127.0.0.1", subject, "fault.interface", allowed),)
 
 
 def _judge_metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
@@ -67,18 +67,18 @@ def _judge_metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcom
 
 
 def _judge_address(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: str = "") -> Outcome:
-    reach, shown = reach_of(host), host[:60]
+    reach, host_text = reach_of(host), host[:60]
     if reach in allowed:
-        return passed(f"{who} {shown} ({reach})", value=shown, threshold=", ".join(allowed), at=key)
+        return passed(f"{who} {host_text} ({reach})", value=host_text, threshold=", ".join(allowed), at=key)
     if reach == "a name":
         return unknown(
-            f"{who} {shown}: whether that is a private address is not known", fix="write it in numbers", at=key
+            f"{who} {host_text}: whether that is a private address is not known", fix="write it in numbers", at=key
         )
     edits = (Edit(key=key, value=f"127.0.0.1:{port}", safe=True, note="come in through ssh -L"),) if port else ()
     return failed(
-        f"{who} {shown}, which is {'every address of the host' if reach == 'everywhere' else 'public'}",
-        formula=(f"reach of {shown} is {reach}, not one of {', '.join(allowed)}",),
-        value=shown,
+        f"{who} {host_text}, which is {'every address of the host' if reach == 'everywhere' else 'public'}",
+        formula=(f"reach of {host_text} is {reach}, not one of {', '.join(allowed)}",),
+        value=host_text,
         threshold=", ".join(allowed),
         at=key,
         impact=NO_TIME,
@@ -91,19 +91,19 @@ def _judge_log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, .
     log = evidence.log
     if log is None or not log.listens:
         return ()
-    wrong = [one for one in log.listens if reach_of(_address_host(one)) in ("everywhere", "public")]
-    wrong = [one for one in wrong if reach_of(_address_host(one)) not in allowed]
-    listed = ", ".join(one[:60] for one in (wrong or log.listens)[:4])
-    names = [one for one in log.listens if reach_of(_address_host(one)) == "a name"]
-    if not wrong and names:
-        listed = ", ".join(one[:60] for one in names[:4])
-        return (unknown(f"the run listened on {listed}: whether that is private is not known", fix="give numbers"),)
-    if not wrong:
-        return (passed(f"the run listened on {listed}", value=len(log.listens), unit="addresses"),)
+    exposed = [address for address in log.listens if reach_of(_address_host(address)) in ("everywhere", "public")]
+    exposed = [address for address in exposed if reach_of(_address_host(address)) not in allowed]
+    addresses = ", ".join(address[:60] for address in (exposed or log.listens)[:4])
+    names = [address for address in log.listens if reach_of(_address_host(address)) == "a name"]
+    if not exposed and names:
+        addresses = ", ".join(address[:60] for address in names[:4])
+        return (unknown(f"the run listened on {addresses}: whether that is private is not known", fix="give numbers"),)
+    if not exposed:
+        return (passed(f"the run listened on {addresses}", value=len(log.listens), unit="addresses"),)
     return (
         failed(
-            f"the run listened on {listed}",
-            value=listed,
+            f"the run listened on {addresses}",
+            value=addresses,
             threshold=", ".join(allowed),
             impact=NO_TIME,
             fix="set fault.interface (or --address) and telemetry.listen to an address of the private network",
@@ -112,7 +112,7 @@ def _judge_log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, .
 
 
 def _address_host(address: str) -> str:
-    """Without its port: `10.0.0.1:80`, `[::1]:80`, `::1`."""
+    """Return the host of an address without its port: `10.0.0.1:80`, `[::1]:80`, `::1`."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.rpartition(":")[0] if address.count(":") == 1 else address
@@ -124,20 +124,22 @@ def _judge_trainer(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcom
         return (
             unknown(f"where {practice.trainer} listens, and to whom, is not known", fix="see ss -tlnp while it runs"),
         )
-    wide = [one for one in practice.listens or () if reach_of(_address_host(one)) not in (*allowed, "a name")]
-    if practice.authenticated and not wide:
+    open_addresses = [
+        address for address in practice.listens or () if reach_of(_address_host(address)) not in (*allowed, "a name")
+    ]
+    if practice.authenticated and not open_addresses:
         return (passed(f"{practice.trainer} asks for a secret on every control socket"),)
-    why = []
-    if wide:
-        why.append(f"listens on {', '.join(wide[:4])} by default")
+    reasons = []
+    if open_addresses:
+        reasons.append(f"listens on {', '.join(open_addresses[:4])} by default")
     if practice.authenticated is False:
-        why.append("lets in whoever connects")
-    if not why:
+        reasons.append("lets in whoever connects")
+    if not reasons:
         return (unknown(f"whether {practice.trainer} asks who connects is not known", fix="keep its hosts private"),)
     return (
         failed(
-            f"{practice.trainer} {' and '.join(why)}",
-            value=", ".join(wide) or "no authentication",
+            f"{practice.trainer} {' and '.join(reasons)}",
+            value=", ".join(open_addresses) or "no authentication",
             threshold=", ".join(allowed),
             severity="warning",
             impact=NO_TIME,

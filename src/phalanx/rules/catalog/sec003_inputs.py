@@ -1,4 +1,4 @@
-"""SEC003: names and paths of a job are data, and lead nowhere they should not."""
+"""SEC003: names and paths of a job are plain data, and written paths stay inside the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TIME = Impact(note="no time by itself: a job file from elsewhere could write 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The name, where checkpoints are written, the other paths, and code of the job's own."""
+    """Check the job's name, the checkpoint path, the other paths, and code that the job names."""
     return (
         _judge_name(evidence, limits),
         _judge_outputs(evidence, limits),
@@ -26,13 +26,15 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_name(evidence: Evidence, limits: Limits) -> Outcome:
-    name, most = evidence.the_job.name, int(limits.number("name_most"))
-    if re.fullmatch(NAME_PATTERN, name) and len(name) <= most:
-        return passed(f"the name {name} is {len(name)} plain characters", value=len(name), threshold=most, at="name")
+    name, max_length = evidence.the_job.name, int(limits.number("name_most"))
+    if re.fullmatch(NAME_PATTERN, name) and len(name) <= max_length:
+        return passed(
+            f"the name {name} is {len(name)} plain characters", value=len(name), threshold=max_length, at="name"
+        )
     return failed(
-        f"the name {_shown_text(name)} is not plain, or longer than {most} characters",
+        f"the name {_shown_text(name)} is not plain, or longer than {max_length} characters",
         value=len(name),
-        threshold=most,
+        threshold=max_length,
         at="name",
         impact=NO_TIME,
         fix="lower-case letters, digits, '.', '_' and '-', not starting with a sign: it names a folder",
@@ -40,21 +42,24 @@ def _judge_name(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
-    """A place a person names is theirs to choose; one that only looks as if it were inside the run is not."""
-    path, most = evidence.the_job.checkpoint.path, limits.number("climbs")
+    """Judge checkpoint.path: an absolute path is the user's choice, one that climbs out of the run folder fails."""
+    path, max_climbs = evidence.the_job.checkpoint.path, limits.number("climbs")
     if evidence.is_foreign:
         return exempt(f"a run of {evidence.practice.trainer} has no folder of its own that a path could lead out of")
     climbs = 0 if "://" in path else _levels_above(path)
-    if climbs <= most and not path.startswith("~"):
+    if climbs <= max_climbs and not path.startswith("~"):
         where = "a store" if "://" in path else "absolute" if path.startswith("/") else "inside the run"
         return passed(
-            f"checkpoint.path = {_shown_text(path)} is {where}", value=climbs, threshold=most, at="checkpoint.path"
+            f"checkpoint.path = {_shown_text(path)} is {where}",
+            value=climbs,
+            threshold=max_climbs,
+            at="checkpoint.path",
         )
     return failed(
         f"checkpoint.path = {_shown_text(path)} leads out of the run",
-        formula=(f"{plural(climbs, 'level')} up, more than {most:g}; '~' is not expanded",),
+        formula=(f"{plural(climbs, 'level')} up, more than {max_climbs:g}; '~' is not expanded",),
         value=climbs,
-        threshold=most,
+        threshold=max_climbs,
         unit="levels",
         at="checkpoint.path",
         impact=NO_TIME,
@@ -63,7 +68,7 @@ def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _levels_above(path: str) -> int:
-    """How far a path leads above where it starts; within an absolute one, any `..` counts.
+    """Return how many levels a path leads above its start; in an absolute path every `..` counts.
 
     >>> _levels_above("checkpoints"), _levels_above("a/../../b"), _levels_above("/data/../etc")
     (0, 1, 1)
@@ -104,7 +109,7 @@ def _judge_code(evidence: Evidence) -> tuple[Outcome, ...]:
     job = evidence.the_job
     model = [("model.module", job.model.module)] if runs_named_code(job.model.module) else []
     plugins = ((f"plugins.{key}", text) for key, text in list_references(job.plugins) if runs_named_code(text))
-    named = [*model, *(("rules", name) for name in job.rules), *plugins]
+    code_settings = [*model, *(("rules", name) for name in job.rules), *plugins]
     return tuple(
         failed(
             f"{key} = {_shown_text(name)} runs code of its own",
@@ -114,7 +119,7 @@ def _judge_code(evidence: Evidence) -> tuple[Outcome, ...]:
             impact=NO_TIME,
             fix="read it first; nothing runs it without --allow-code",
         )
-        for key, name in named
+        for key, name in code_settings
         if name
     )
 

@@ -1,4 +1,4 @@
-"""SEC004: the record holds no credentials, and says what ran."""
+"""SEC004: the record holds no credentials, and states which code and configuration ran."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Lines that look like credentials, and the provenance of the run."""
+    """Check for lines that look like credentials, and the provenance of the run."""
     grammar = evidence.the_log.grammar
     return (_judge_secrets(grammar, limits), _judge_provenance(grammar, limits))
 
 
 def _judge_secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
-    most, count = limits.number("lines"), grammar.secrets
+    max_lines, count = limits.number("lines"), grammar.secrets
     statement = f"{plural(count, 'line')} of events and logs look like credentials"
     statement += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
-    if count <= most:
-        return passed(statement, value=count, threshold=most, unit="lines")
+    if count <= max_lines:
+        return passed(statement, value=count, threshold=max_lines, unit="lines")
     return failed(
         statement,
         value=count,
-        threshold=most,
+        threshold=max_lines,
         unit="lines",
         at=grammar.secrets_spot or "",
         impact=Impact(note="no time by itself: logs are copied to more places than anybody remembers"),

@@ -1,4 +1,4 @@
-"""SPC001: waivers are in force and in use. Judged by waivers.settle, since it needs every other verdict."""
+"""SPC001: waivers are in force and in use. Judged by run_rules.settle_waivers, since it needs every other verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Never asked by itself."""
+    """Return an exempt outcome; this function is never used for the verdict."""
     return exempt("judged after all other rules")
 
 

@@ -1,4 +1,4 @@
-"""SPC002: the rules are applied as the hardware's own profile states them."""
+"""SPC002: the rules use the limits of the hardware's own profile."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The profile that was named, against that of the plan's devices."""
-    own, taken = profile_of(evidence.the_plan.cluster), evidence.profile
+    """Compare the named profile with that of the plan's devices."""
+    own_profile, profile = profile_of(evidence.the_plan.cluster), evidence.profile
     accelerator = evidence.the_plan.cluster.accelerator.name
-    if taken.name == own.name:
-        return passed(f"{accelerator} is judged by {taken.name}", value=taken.name, threshold=own.name)
-    if own.name in limits.words("free"):
-        return exempt(f"{accelerator} has no profile of its own; {taken.name} was named for it")
-    named = evidence.written("profile")
+    if profile.name == own_profile.name:
+        return passed(f"{accelerator} is judged by {profile.name}", value=profile.name, threshold=own_profile.name)
+    if own_profile.name in limits.words("free"):
+        return exempt(f"{accelerator} has no profile of its own; {profile.name} was named for it")
+    is_named = evidence.written("profile")
     return failed(
-        f"{accelerator} is judged by the limits of {taken.name}, not by those of {own.name}",
-        value=taken.name,
-        threshold=own.name,
+        f"{accelerator} is judged by the limits of {profile.name}, not by those of {own_profile.name}",
+        value=profile.name,
+        threshold=own_profile.name,
         at="profile",
         impact=Impact(note="not known: every threshold that differs between the two may pass what it should not"),
-        fix="" if named else "leave --profile out: the cluster's devices name it",
-        edits=(Edit(key="profile", value="auto", safe=False, note=f"{own.name}, by the cluster's devices"),)
-        if named
+        fix="" if is_named else "leave --profile out: the cluster's devices name it",
+        edits=(Edit(key="profile", value="auto", safe=False, note=f"{own_profile.name}, by the cluster's devices"),)
+        if is_named
         else (),
     )
 

@@ -1,4 +1,4 @@
-"""SPC003: every rule that a job or an installed package brings along is asked."""
+"""SPC003: every rule that a job or an installed package defines is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Answered as the rules are collected (own_rules.py, run_rules.py): what was left out is no evidence of a job."""
+    """Return an exempt outcome; the verdict comes from run_rules.py, since left-out rules are not evidence of a
+    job.
+    """
     return exempt("no rules of your own")
 
 

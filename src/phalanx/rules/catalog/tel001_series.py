@@ -1,4 +1,4 @@
-"""TEL001: every rank reports what it must, as often as it must."""
+"""TEL001: every rank reports the required series often enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERIES = ("utilization", "memory", "peers", "noise", "steps")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The job's keys before a run, the log's own rhythm afterwards."""
+    """Check the job's telemetry keys before a run, and the intervals in the log of a run."""
     log = evidence.log
     if log is None:
         return _judge_job(evidence, limits)
@@ -48,7 +48,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
     trainer, written = evidence.practice.trainer, evidence.practice.telemetry
     if written is None:
         return unknown(f"which series {trainer} writes is not known", fix="check the log of a run")
-    missing = [one for one in SERIES if one not in written]
+    missing = [series for series in SERIES if series not in written]
     if not missing:
         return passed(f"{trainer} writes {', '.join(SERIES)}")
     return failed(
@@ -63,34 +63,34 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
 
 
 def _judge_interval(evidence: Evidence, limits: Limits) -> Outcome:
-    interval_s, most = evidence.the_job.telemetry.interval_s, limits.number("device_s")
+    interval_s, max_interval_s = evidence.the_job.telemetry.interval_s, limits.number("device_s")
     statement = f"devices are sampled every {interval_s:g} s"
-    formula = (f"telemetry.interval_s = {interval_s:g} s <= {most:g} s",)
+    formula = (f"telemetry.interval_s = {interval_s:g} s <= {max_interval_s:g} s",)
     if interval_s < limits.number("least_s"):
-        return _too_often("telemetry.interval_s", interval_s, most, statement, limits)
-    if interval_s <= most:
-        return passed(statement, formula=formula, value=interval_s, threshold=most, unit="s")
+        return _too_often("telemetry.interval_s", interval_s, max_interval_s, statement, limits)
+    if interval_s <= max_interval_s:
+        return passed(statement, formula=formula, value=interval_s, threshold=max_interval_s, unit="s")
     return failed(
         statement,
-        formula=(f"telemetry.interval_s = {interval_s:g} s > {most:g} s",),
+        formula=(f"telemetry.interval_s = {interval_s:g} s > {max_interval_s:g} s",),
         value=interval_s,
-        threshold=most,
+        threshold=max_interval_s,
         unit="s",
         at="telemetry.interval_s",
-        severity=severity_above(interval_s, most, limits),
+        severity=severity_above(interval_s, max_interval_s, limits),
         impact=BLIND,
-        edits=(Edit(key="telemetry.interval_s", value=round(most), safe=True, note="the slowest allowed"),),
+        edits=(Edit(key="telemetry.interval_s", value=round(max_interval_s), safe=True, note="the slowest allowed"),),
     )
 
 
 def _too_often(key: str, value_s: float, most: float, statement: str, limits: Limits) -> Outcome:
-    """A thread that never rests takes the core that feeds the device."""
-    least = limits.number("least_s")
+    """Return the failure for an interval so short that the sampling thread takes a core from the training."""
+    min_interval_s = limits.number("least_s")
     return failed(
-        f"{statement}, more often than every {least:g} s",
-        formula=(f"{key} = {value_s:g} s < {least:g} s",),
+        f"{statement}, more often than every {min_interval_s:g} s",
+        formula=(f"{key} = {value_s:g} s < {min_interval_s:g} s",),
         value=value_s,
-        threshold=least,
+        threshold=min_interval_s,
         unit="s",
         at=key,
         severity="warning",
@@ -100,25 +100,27 @@ def _too_often(key: str, value_s: float, most: float, statement: str, limits: Li
 
 
 def _judge_pings(evidence: Evidence, limits: Limits) -> Outcome:
-    every_s, most = evidence.the_job.telemetry.peers_every_s, limits.number("peers_s")
+    every_s, max_interval_s = evidence.the_job.telemetry.peers_every_s, limits.number("peers_s")
     if evidence.plan is not None and evidence.devices < 2:
         return exempt("one rank has no peers")
     statement = f"peer latency is reported every {every_s:g} s" if every_s else "peer latency is never measured"
     if 0 < every_s < limits.number("least_s"):
-        return _too_often("telemetry.peers_every_s", every_s, most, statement, limits)
-    if 0 < every_s <= most:
-        formula = (f"0 < telemetry.peers_every_s = {every_s:g} s <= {most:g} s",)
-        return passed(statement, formula=formula, value=every_s, threshold=most, unit="s")
+        return _too_often("telemetry.peers_every_s", every_s, max_interval_s, statement, limits)
+    if 0 < every_s <= max_interval_s:
+        formula = (f"0 < telemetry.peers_every_s = {every_s:g} s <= {max_interval_s:g} s",)
+        return passed(statement, formula=formula, value=every_s, threshold=max_interval_s, unit="s")
     return failed(
         statement,
-        formula=(f"telemetry.peers_every_s = {every_s:g} s is not within (0, {most:g}] s",),
+        formula=(f"telemetry.peers_every_s = {every_s:g} s is not within (0, {max_interval_s:g}] s",),
         value=every_s,
-        threshold=most,
+        threshold=max_interval_s,
         unit="s",
         at="telemetry.peers_every_s",
-        severity=severity_above(every_s, most, limits) if every_s > 0 else None,
+        severity=severity_above(every_s, max_interval_s, limits) if every_s > 0 else None,
         impact=BLIND,
-        edits=(Edit(key="telemetry.peers_every_s", value=min(30, round(most)), safe=True, note="the default"),),
+        edits=(
+            Edit(key="telemetry.peers_every_s", value=min(30, round(max_interval_s)), safe=True, note="the default"),
+        ),
     )
 
 
@@ -146,19 +148,19 @@ def _judge_steps(log: LogFacts) -> Outcome:
 
 
 def _judge_devices(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    most = limits.number("device_s") * limits.number("gap_ratio")
+    max_gap_s = limits.number("device_s") * limits.number("gap_ratio")
     if log.monitor is None:
-        return _absent_series(log, "samples of the devices", "`monitor`", most)
-    few = _too_few(evidence, log, log.monitor.ranks, "samples of the devices", limits)
-    return few or _judge_gaps(log, "devices are sampled", log.monitor.gap_s, most, limits)
+        return _absent_series(log, "samples of the devices", "`monitor`", max_gap_s)
+    too_few_ranks = _too_few(evidence, log, log.monitor.ranks, "samples of the devices", limits)
+    return too_few_ranks or _judge_gaps(log, "devices are sampled", log.monitor.gap_s, max_gap_s, limits)
 
 
 def _judge_peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    most = limits.number("peers_s") * limits.number("gap_ratio")
+    max_gap_s = limits.number("peers_s") * limits.number("gap_ratio")
     if max(log.world, len(log.ranks)) < 2:
         return exempt("one rank has no peers")
     if log.peers is None:
-        return _absent_series(log, "reports of peer latency", "`peers`", most)
+        return _absent_series(log, "reports of peer latency", "`peers`", max_gap_s)
     if log.peers.p99_s is None and (finite_value(log.peers.lost_share) or 0.0) > 0:
         return failed(
             "every ping between peers was lost",
@@ -167,22 +169,22 @@ def _judge_peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             impact=BLIND,
             fix="let UDP between the hosts pass (docs/telemetry.md, peer latency)",
         )
-    few = _too_few(evidence, log, log.peers.ranks, "reports of peer latency", limits)
-    return few or _judge_gaps(log, "peer latency is reported", log.peers.gap_s, most, limits)
+    too_few_ranks = _too_few(evidence, log, log.peers.ranks, "reports of peer latency", limits)
+    return too_few_ranks or _judge_gaps(log, "peer latency is reported", log.peers.gap_s, max_gap_s, limits)
 
 
 def _judge_noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    most, steps = limits.number("noise_steps"), steps_of(log)
+    max_steps, steps = limits.number("noise_steps"), steps_of(log)
     if why := why_no_noise(evidence):
         return exempt(why)
     noise = log.noise
     if noise is None or not noise.count:
-        if steps <= most:
-            return exempt(f"the gradient noise is due within {most:g} steps; the run has {steps:,}")
+        if steps <= max_steps:
+            return exempt(f"the gradient noise is due within {max_steps:g} steps; the run has {steps:,}")
         return still_reading(log, "the gradient noise") or failed(
             f"{plural(steps, 'step')} and no gradient noise",
             value=0,
-            threshold=most,
+            threshold=max_steps,
             unit="steps",
             at=file_of(log),
             impact=BLIND,
@@ -192,13 +194,13 @@ def _judge_noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     statement = f"{plural(noise.count, 'value')} of the gradient noise" + (
         f", p99 {gap:.0f} steps apart" if gap is not None else ""
     )
-    if gap is None or gap <= most:
-        return passed(statement, value=gap, threshold=most, unit="steps")
+    if gap is None or gap <= max_steps:
+        return passed(statement, value=gap, threshold=max_steps, unit="steps")
     return failed(
         statement,
-        formula=(f"p99 of the distance = {gap:.0f} steps > {most:g}",),
+        formula=(f"p99 of the distance = {gap:.0f} steps > {max_steps:g}",),
         value=gap,
-        threshold=most,
+        threshold=max_steps,
         unit="steps",
         at=file_of(log),
         impact=BLIND,
@@ -207,12 +209,12 @@ def _judge_noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
 
 
 def _judge_schema(log: LogFacts) -> Outcome:
-    bad = log.grammar.invalid
-    if bad <= 0:
+    invalid = log.grammar.invalid
+    if invalid <= 0:
         return passed("every event read keeps the schema", value=0, threshold=0, unit="events")
     return failed(
-        f"{bad:,} events break the schema: {log.grammar.invalid_text or 'see the line'}",
-        value=bad,
+        f"{invalid:,} events break the schema: {log.grammar.invalid_text or 'see the line'}",
+        value=invalid,
         threshold=0,
         unit="events",
         at=log.grammar.invalid_spot or file_of(log),
@@ -236,21 +238,24 @@ def _absent_series(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome
 
 
 def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: Limits) -> Outcome | None:
-    """Ranks that are silent; from class S4 on a host may speak for its ranks."""
-    expected, who = log.world or len(log.ranks), "ranks"
+    """Return the outcome if too few ranks report a series, else None.
+
+    From class S4 on a host may report for its ranks.
+    """
+    expected, sources = log.world or len(log.ranks), "ranks"
     if limits.flag("aggregated") and evidence.plan is not None:
-        expected, who = min(expected, evidence.plan.reliability.hosts), "hosts"
+        expected, sources = min(expected, evidence.plan.reliability.hosts), "hosts"
     if log.ranks_read is not None and log.ranks_read < len(log.ranks):
-        expected, who = min(expected, log.ranks_read), "ranks that were read"
+        expected, sources = min(expected, log.ranks_read), "ranks that were read"
     share = found / expected if expected else 1.0
-    least = limits.number("ranks_share")
-    if share >= least:
+    min_ranks_share = limits.number("ranks_share")
+    if share >= min_ranks_share:
         return None
     return still_reading(log, what) or failed(
-        f"{found:,} of {expected:,} {who} have {what}",
-        formula=(f"{found:,} / {expected:,} = {share:.1%} < {least:.0%}",),
+        f"{found:,} of {expected:,} {sources} have {what}",
+        formula=(f"{found:,} / {expected:,} = {share:.1%} < {min_ranks_share:.0%}",),
         value=share,
-        threshold=least,
+        threshold=min_ranks_share,
         at=file_of(log),
         impact=BLIND,
         fix="look at the rank's log: a driver that fails is told there once",

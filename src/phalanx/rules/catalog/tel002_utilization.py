@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 
 NOT_JUDGED = 0.0
-DUE_S = 20.0  # a first sample: TEL001's interval, twice
+DUE_S = 20.0  # until the first sample: twice TEL001's interval
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Where the number comes from; then how large it is, where the source has an anchor."""
+    """Check the source of the utilization, then its level, where a level is published for the source."""
     log = evidence.the_log
     monitor = log.monitor
     if monitor is None:
@@ -34,11 +34,11 @@ def _judge_levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limi
     if value is None:
         return (unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events"),)
     statement = f"mean utilization {value:.0%}: reported, not judged"
-    # NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level.
-    if not all(one.endswith("-sm") for one in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
+    # NVIDIA's 0.8 and 0.5 refer to SM activity; tensor, gfx and CPU activity have no published level.
+    if not all(source.endswith("-sm") for source in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
         shared = "ranks that share cores cannot all be busy"
-        other = f"no published level for {', '.join(monitor.utilization_sources)}"
-        return (exempt(f"{statement} ({shared if evidence.profile.name == 'cpu-gloo' else other})"),)
+        no_level = f"no published level for {', '.join(monitor.utilization_sources)}"
+        return (exempt(f"{statement} ({shared if evidence.profile.name == 'cpu-gloo' else no_level})"),)
     if wall_s(log) < limits.number("least_wall_s"):
         return (exempt(f"{statement} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
     return (_judge_mean(evidence, value, limits.number("mean")), _judge_hour(evidence, monitor, limits.number("hour")))
@@ -54,12 +54,12 @@ def _without_samples(log: LogFacts) -> Outcome:
 
 def _judge_source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome:
     honest, profile = evidence.profile.utilization_sources, evidence.profile.name
-    wrong = [one for one in monitor.utilization_sources if one not in honest]
-    if wrong:
+    dishonest = [source for source in monitor.utilization_sources if source not in honest]
+    if dishonest:
         return failed(
-            f"utilization is measured by {', '.join(wrong)}, not by the activity of the hardware",
-            formula=(f"{', '.join(wrong)} is not one of {', '.join(honest)} ({profile})",),
-            value=", ".join(wrong),
+            f"utilization is measured by {', '.join(dishonest)}, not by the activity of the hardware",
+            formula=(f"{', '.join(dishonest)} is not one of {', '.join(honest)} ({profile})",),
+            value=", ".join(dishonest),
             threshold=", ".join(honest),
             at=file_of(log),
             impact=Impact(note="costs no time by itself: it hides idle devices behind a resident kernel"),

@@ -1,4 +1,4 @@
-"""TEL003: the gradient noise scale is the two-batch estimator, and can be worked out again from its parts."""
+"""TEL003: the gradient noise scale is the two-batch estimator, and can be recomputed from its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_TIME = Impact(note="costs no time by itself: batch sizes are chosen by this n
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The parts stand beside the value and give it."""
+    """Check that the log has the parts of the noise scale and that they give its value."""
     log, noise = evidence.the_log, evidence.the_log.noise
     if why := why_no_noise(evidence):
         return exempt(why)

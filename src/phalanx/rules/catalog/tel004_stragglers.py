@@ -1,4 +1,4 @@
-"""TEL004: every rank has a score, and the slow ones are named."""
+"""TEL004: every rank has a straggler score, and slow ranks are named."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Scores exist, nobody is far behind, and a drill named the right rank."""
+    """Check that ranks have scores, that no rank is far behind, and that a drill named the right rank."""
     log = evidence.the_log
     if max(log.world, len(log.ranks)) < 2:
         return (exempt("one rank waits for nobody"),)
     scores = _judge_scores(log, limits)
-    drilled = _drilled(evidence)
+    drill_outcomes = _drilled(evidence)
     return (
         scores,
         *((_judge_slowest(evidence, log, limits),) if scores.verdict == "pass" and scores.applies else ()),
-        *drilled,
+        *drill_outcomes,
     )
 
 
 def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
-    world, found = max(log.world, len(log.ranks)), log.straggler_scores
-    if steps_of(log) < limits.number("within_steps") and not found:
+    world, scored_ranks = max(log.world, len(log.ranks)), log.straggler_scores
+    if steps_of(log) < limits.number("within_steps") and not scored_ranks:
         return exempt(f"scores are due within {limits.number('within_steps'):g} steps; the run has {steps_of(log):,}")
-    if found is None:
+    if scored_ranks is None:
         return still_reading(log, "the ranks' own times") or unknown(
             "no rank has a score", fix="every rank writes compute_s and wait_s with every step (docs/events.md)"
         )
-    share, least = found / world, limits.number("ranks_share")
-    statement = f"{found:,} of {world:,} ranks have a score"
-    if share >= least:
-        return passed(statement, formula=(f"{share:.1%} >= {least:.0%}",), value=share, threshold=least)
+    share, min_ranks_share = scored_ranks / world, limits.number("ranks_share")
+    statement = f"{scored_ranks:,} of {world:,} ranks have a score"
+    if share >= min_ranks_share:
+        return passed(
+            statement, formula=(f"{share:.1%} >= {min_ranks_share:.0%}",), value=share, threshold=min_ranks_share
+        )
     return still_reading(log, "the ranks' own times") or failed(
         statement,
-        formula=(f"{found:,} / {world:,} = {share:.1%} < {least:.0%}",),
+        formula=(f"{scored_ranks:,} / {world:,} = {share:.1%} < {min_ranks_share:.0%}",),
         value=share,
-        threshold=least,
+        threshold=min_ranks_share,
         at=file_of(log),
         impact=Impact(note="costs no time by itself: who holds up the others stays unknown"),
         fix="every rank writes compute_s and wait_s with every step; look for ranks without events",
@@ -54,14 +56,17 @@ def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
 
 
 def _judge_slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    least = limits.number("score")
-    scored = [(1 / one.score, one) for one in log.stragglers if (finite_value(one.score) or 0.0) > 0.0]
-    if not scored:
-        return passed("nobody stands out in the last 100 steps", threshold=least)
-    relative, worst = min(scored, key=lambda pair: pair[0])
-    if relative >= least:
-        return passed(_straggler_text(worst, relative), value=relative, threshold=least)
-    return _slow_rank(evidence, worst, relative, least)
+    min_score = limits.number("score")
+    # The record's score is own time over that of the peers; the rule's is its inverse.
+    ratios = [
+        (1 / straggler.score, straggler) for straggler in log.stragglers if (finite_value(straggler.score) or 0.0) > 0.0
+    ]
+    if not ratios:
+        return passed("nobody stands out in the last 100 steps", threshold=min_score)
+    relative, worst = min(ratios, key=lambda pair: pair[0])
+    if relative >= min_score:
+        return passed(_straggler_text(worst, relative), value=relative, threshold=min_score)
+    return _slow_rank(evidence, worst, relative, min_score)
 
 
 def _slow_rank(evidence: Evidence, worst: Straggler, relative: float, least: float) -> Outcome:
@@ -83,18 +88,18 @@ def _straggler_text(worst: Straggler, relative: float) -> str:
 
 
 def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
-    """What drills say; without one the log alone answers."""
+    """Return the outcome of the newest drill with a slowed rank; empty without one."""
     counted = counted_records(evidence.drills, profile=evidence.profile.name)
-    tried = [one for one in counted if one.named_right is not None][:1]  # the newest
-    wrong = [one for one in tried if not one.named_right]
-    if wrong:
+    tried = [drill for drill in counted if drill.named_right is not None][:1]  # the newest
+    wrong_drills = [drill for drill in tried if not drill.named_right]
+    if wrong_drills:
         return (
             failed(
-                f"a drill slowed a rank down and another one was named: {PurePath(wrong[0].path).name}",
-                value=len(wrong),
+                f"a drill slowed a rank down and another one was named: {PurePath(wrong_drills[0].path).name}",
+                value=len(wrong_drills),
                 threshold=0,
                 unit="drills",
-                at=Spot(file=wrong[0].path),
+                at=Spot(file=wrong_drills[0].path),
                 impact=Impact(note="costs no time by itself: the wrong host would be shut out"),
                 fix="phalanx drill JOB --suite again, with more steps; if it stays, the scores are wrong",
             ),

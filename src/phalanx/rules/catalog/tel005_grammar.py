@@ -1,4 +1,4 @@
-"""TEL005: the log is complete, in order, and every line says who wrote it."""
+"""TEL005: the log is complete and in order, and every line names its writer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MOST_NAMED = 6
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Each kind of disorder by itself; one line when there is none."""
+    """Check each kind of disorder; return a single pass if there is none."""
     log = evidence.the_log
     if not log.ranks and not steps_of(log):
         return (_empty_log(log),)
-    found = (
+    outcomes = (
         *_judge_complete(log),
         *_judge_order(log),
         *_judge_readable(log, limits),
         *_judge_closed(log, limits),
         *_judge_clocks(log, limits),
     )
-    if any(one.verdict == "fail" for one in found):
-        return tuple(one for one in found if one.verdict == "fail")
+    if any(outcome.verdict == "fail" for outcome in outcomes):
+        return tuple(outcome for outcome in outcomes if outcome.verdict == "fail")
     when = "complete" if log.is_over else "complete so far"
     read = log.ranks_read if log.ranks_read is not None else len(log.ranks)
-    some = f" ({read:,} of them read, evenly spread)" if read < len(log.ranks) else ""
-    return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable{some}"),)
+    read_text = f" ({read:,} of them read, evenly spread)" if read < len(log.ranks) else ""
+    return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable{read_text}"),)
 
 
 def _empty_log(log: LogFacts) -> Outcome:
@@ -53,22 +53,22 @@ def _empty_log(log: LogFacts) -> Outcome:
 
 
 def _judge_complete(log: LogFacts) -> tuple[Outcome, ...]:
-    grammar, found = log.grammar, []
+    grammar, failures = log.grammar, []
     if grammar.missing:
-        found.append(_listed_items(log, f"the log lacks {_first_names(grammar.missing)}", grammar.missing))
+        failures.append(_listed_items(log, f"the log lacks {_first_names(grammar.missing)}", grammar.missing))
     if grammar.repeated:
-        found.append(
+        failures.append(
             _listed_items(log, f"the log has {_first_names(grammar.repeated)} more than once", grammar.repeated)
         )
     if grammar.ranks_missing and not log.bytes_left:
-        ranks = tuple(f"{one}" for one in grammar.ranks_missing)
+        ranks = tuple(f"{rank}" for rank in grammar.ranks_missing)
         statement = (
             f"rank {ranks[0]} left no event"
             if len(ranks) == 1
             else f"{len(ranks):,} left no event: {_first_names(ranks)}"
         )
-        found.append(_listed_items(log, f"of {log.world:,} ranks, {statement}", ranks))
-    return tuple(found)
+        failures.append(_listed_items(log, f"of {log.world:,} ranks, {statement}", ranks))
+    return tuple(failures)
 
 
 def _listed_items(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outcome:
@@ -101,7 +101,7 @@ def _judge_order(log: LogFacts) -> tuple[Outcome, ...]:
 
 
 def _judge_readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    """A process that is killed may leave its last line torn; more than that is damage."""
+    """Judge the lines that are not events: a killed process may tear its last line; more than that is damage."""
     grammar, torn = log.grammar, len(log.incidents) * limits.number("torn_per_incident")
     if grammar.unreadable <= torn:
         return ()
@@ -123,14 +123,14 @@ def _judge_readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    allowed = limits.number("unclosed") if log.is_over else max(1.0, limits.number("unclosed"))
-    if log.grammar.unclosed <= allowed:
+    max_unclosed = limits.number("unclosed") if log.is_over else max(1.0, limits.number("unclosed"))
+    if log.grammar.unclosed <= max_unclosed:
         return ()
     return (
         failed(
             f"after {plural(log.grammar.unclosed, 'incident')} neither a step nor an end was recorded",
             value=log.grammar.unclosed,
-            threshold=allowed,
+            threshold=max_unclosed,
             unit="incidents",
             at=Spot(file=f"{log.folder}/supervisor.jsonl"),
             impact=UNTOLD,
@@ -140,15 +140,15 @@ def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    skew, most = finite_value(log.grammar.skew_s), limits.number("skew_s")
-    if skew is None or skew <= most:
+    skew, max_skew_s = finite_value(log.grammar.skew_s), limits.number("skew_s")
+    if skew is None or skew <= max_skew_s:
         return ()
     return (
         failed(
             f"the clocks of the ranks differ by {skew:.1f} s",
-            formula=(f"largest difference at the same step = {skew:.2f} s > {most:g} s",),
+            formula=(f"largest difference at the same step = {skew:.2f} s > {max_skew_s:g} s",),
             value=skew,
-            threshold=most,
+            threshold=max_skew_s,
             unit="s",
             severity="warning",
             at=file_of(log),

@@ -18,7 +18,7 @@ LOST_TRACK = Impact(note="costs no time by itself: time in no account cannot be 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The accounts add up, and telemetry costs little."""
+    """Check that the accounts add up to the wall time, and that telemetry costs little."""
     log = evidence.the_log
     if log.ledger is None:
         missing = still_reading(log, "the end of the walk over the record")
@@ -29,18 +29,18 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
-    wall_s, most = ledger.wall_s, limits.number("gap")
+    wall_s, max_gap = ledger.wall_s, limits.number("gap")
     total_s = float(sum(asdict(ledger.accounts).values()))
     steps = ledger.steps + ledger.steps_lost
     allowed_s = max(limits.number("unexplained") * wall_s, limits.number("unexplained_step_s") * steps)
     parts = (
-        (abs(total_s - wall_s), most * wall_s, f"|{total_s:,.1f} s in accounts - {wall_s:,.1f} s on the clock|"),
-        (ledger.overlap_s, most * wall_s, "seconds that two marks claim"),
+        (abs(total_s - wall_s), max_gap * wall_s, f"|{total_s:,.1f} s in accounts - {wall_s:,.1f} s on the clock|"),
+        (ledger.overlap_s, max_gap * wall_s, "seconds that two marks claim"),
         (ledger.accounts.other, allowed_s, "seconds that no event explains"),
     )
     formula = tuple(f"{text} = {value:,.2f} s; at most {bound:,.2f} s" for value, bound, text in parts)
     for value, bound, text in parts:
-        if not value <= bound:  # NaN is not below anything
+        if not value <= bound:  # written so that NaN fails
             return failed(
                 f"the ledger does not close: {text} = {value:,.1f} s of {wall_s:,.1f} s",
                 formula=formula,
@@ -54,26 +54,29 @@ def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
         f"{wall_s:,.1f} s in {len(asdict(ledger.accounts))} accounts, {ledger.accounts.other / wall_s:.1%} unexplained",
         formula=formula,
         value=abs(total_s - wall_s) / wall_s,
-        threshold=most,
+        threshold=max_gap,
     )
 
 
 def _judge_cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    share, most = finite_value(evidence.the_log.telemetry_share), limits.number("telemetry")
+    share, max_telemetry = finite_value(evidence.the_log.telemetry_share), limits.number("telemetry")
     if share is None:
-        return ()  # not every log tells; the ledger has it in its steps either way
+        # Not every log has it; the time is part of the steps in the ledger either way.
+        return ()
     statement = f"telemetry takes {share:.2%} of the step time"
-    if share <= most:
-        return (passed(statement, formula=(f"{share:.4f} <= {most:g}",), value=share, threshold=most),)
+    if share <= max_telemetry:
+        return (
+            passed(statement, formula=(f"{share:.4f} <= {max_telemetry:g}",), value=share, threshold=max_telemetry),
+        )
     return (
         failed(
             statement,
-            formula=(f"{share:.4f} > {most:g}",),
+            formula=(f"{share:.4f} > {max_telemetry:g}",),
             value=share,
-            threshold=most,
+            threshold=max_telemetry,
             severity="warning",
             at="telemetry.timeline_every",
-            impact=evidence.loses(share - most, "telemetry beyond its allowance"),
+            impact=evidence.loses(share - max_telemetry, "telemetry beyond its allowance"),
             fix="record timelines less often: raise telemetry.timeline_every, or fault.digest_every",
         ),
     )

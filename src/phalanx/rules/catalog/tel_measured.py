@@ -1,4 +1,4 @@
-"""What the rules on telemetry and efficiency share: numbers that can be compared, and runs too young to judge."""
+"""Helpers of the telemetry and efficiency rules: finite numbers, and runs too young to judge."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ if TYPE_CHECKING:
 
 
 def finite_value(value: float | None) -> float | None:
-    """A number that can be compared: a damaged log may hold infinities."""
+    """Return a number that can be compared, or None; a damaged log may hold infinities."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def wall_s(log: LogFacts) -> float:
-    """How long the run has gone on, as far as its log tells; 0 where it does not."""
+    """Return the wall time of the run in seconds, as far as its log shows; 0 where it does not."""
     return max(0.0, finite_value(log.wall_s) or 0.0)
 
 
 def training_s(log: LogFacts) -> float:
-    """How long the ranks have been at work: the time without the launch, which on a busy host takes half a minute."""
+    """Return the seconds for which the ranks have worked.
+
+    The launch does not count: on a busy host it takes half a minute.
+    """
     init_s = finite_value(log.ledger.accounts.init) if log.ledger is not None else None
     return max(0.0, wall_s(log) - (init_s or 0.0))
 
 
 def file_of(log: LogFacts, rank: int | None = None) -> Spot:
-    """The events of a rank, of the lowest on record where none is named: what a finding about the log points at."""
+    """Return the event file of a rank (default: the lowest on record), where findings about the log point."""
     number = rank if rank is not None else min(log.ranks, default=0)
     return Spot(file=f"{log.folder}/events-{number:05d}.jsonl")
 
 
 def still_reading(log: LogFacts, what: str) -> Outcome | None:
-    """`unknown` where what is missing may stand in the part of the log that was not read."""
+    """Return `unknown` where a missing item may be in the unread part of the log, else None."""
     if log.bytes_left <= 0:
         return None
     return unknown(f"{what} may stand in the {log.bytes_left:,} bytes not read yet", fix="check again in a moment")
 
 
 def too_young(log: LogFacts, what: str, due_s: float) -> Outcome | None:
-    """`exempt` for a run whose ranks were at work for less than the time within which something is due."""
+    """Return `exempt` for a run whose ranks have not worked long enough for something to be due, else None."""
     worked_s = training_s(log)
     if worked_s > due_s:
         return None
@@ -53,12 +56,12 @@ def too_young(log: LogFacts, what: str, due_s: float) -> Outcome | None:
 
 
 def steps_of(log: LogFacts) -> int:
-    """Steps that stayed."""
+    """Return the number of steps that stayed."""
     return log.steps.count if log.steps is not None else 0
 
 
 def why_no_noise(evidence: Evidence) -> str:
-    """Why the gradient noise scale cannot be had from this layout; empty where it can (docs/telemetry.md)."""
+    """Return why this layout has no gradient noise scale; empty where it has one (docs/telemetry.md)."""
     layout: Layout | None = evidence.plan.layout if evidence.plan is not None else None
     if layout is None:
         return ""

@@ -1,4 +1,4 @@
-"""TOP002: tensor groups stay inside one fast domain."""
+"""TOP002: tensor groups stay inside one scale-up domain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Ranks of a tensor group that share a domain, against the size of the group."""
+    """Compare the ranks of a tensor group that share a domain with the size of the group."""
     plan = evidence.the_plan
     size, domain = plan.layout.tensor, plan.cluster.domain_devices
     if size <= 1:
@@ -20,6 +20,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if together >= size * limits.number("together"):
         statement = f"tensor groups of {size} stay inside a domain of {domain:,}"
         return passed(statement, formula=formula, value=together, threshold=size, unit="ranks")
+    # The largest size that divides both the group and the domain.
     fitting = max(n for n in range(1, max(1, min(size, domain)) + 1) if domain % n == 0 and size % n == 0)
     return failed(
         f"tensor groups of {size} span {-(-size // together)} domains of {domain:,} devices",
@@ -38,9 +39,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _lost_seconds(evidence: Evidence) -> float:
-    """Tensor traffic that shows, less what it would be on the links."""
+    """Return the share of the step that exposed tensor traffic loses to the network, compared with the links."""
     plan = evidence.the_plan
-    shown_s = sum(one.shown_s for one in plan.mapping if one.axis == "tensor")
+    shown_s = sum(group.shown_s for group in plan.mapping if group.axis == "tensor")
     slower = sane(plan.cluster.link_bytes_per_s) / sane(plan.cluster.nic_bytes_per_s)
     return shown_s * max(0.0, 1.0 - 1.0 / max(slower, 1.0)) / max(plan.prediction.step_s, 1e-30)
 

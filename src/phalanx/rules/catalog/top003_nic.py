@@ -8,12 +8,13 @@ from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
-COHERENT = ("GB", "GH")  # Grace: the CPU is behind the same coherent link as the card, and no switch is between
+# Grace CPUs: the card is reached over a coherent link, without a PCIe switch between.
+COHERENT = ("GB", "GH")
 GPUS = ("nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200", "amd-mi300x", "custom")
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The path of each device to its card, as the host tells it."""
+    """Judge the PCIe path of each device to its card, as found on the host."""
     plan = evidence.the_plan
     if plan.layout.devices <= plan.cluster.domain_devices:
         return exempt("the job stays inside one domain: no network card is used")
@@ -31,24 +32,28 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_paths(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Outcome:
-    near = limits.words("near")
-    far = [one for one in paths if one.path.upper() not in near]
-    listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])
-    if not far:
+    near_kinds = limits.words("near")
+    far_paths = [path for path in paths if path.path.upper() not in near_kinds]
+    path_list = ", ".join(
+        f"{path.device[:24]}→{path.nic[:24]} {path.path[:8]}" for path in (far_paths or list(paths))[:8]
+    )
+    if not far_paths:
         return passed(
-            f"{plural(len(paths), 'device')}, each at most a PCIe switch from its network card", formula=(listed,)
+            f"{plural(len(paths), 'device')}, each at most a PCIe switch from its network card", formula=(path_list,)
         )
-    share = len(far) / len(paths)
-    shown_s = sum(one.shown_s for one in evidence.the_plan.mapping if "NIC" in one.tier)
+    share = len(far_paths) / len(paths)
+    shown_s = sum(group.shown_s for group in evidence.the_plan.mapping if "NIC" in group.tier)
     slower = limits.number("far_rate")
-    lost = share * shown_s * (1 / max(slower, 0.01) - 1) / max(evidence.the_plan.prediction.step_s, 1e-30)
+    lost_share = share * shown_s * (1 / max(slower, 0.01) - 1) / max(evidence.the_plan.prediction.step_s, 1e-30)
     return failed(
-        f"{len(far)} of {len(paths)} devices reach their network card through the CPU",
-        formula=(listed, f"near: {', '.join(near)}"),
-        value=len(far),
+        f"{len(far_paths)} of {len(paths)} devices reach their network card through the CPU",
+        formula=(path_list, f"near: {', '.join(near_kinds)}"),
+        value=len(far_paths),
         threshold=0,
         unit="devices",
-        impact=evidence.loses(lost, f"network traffic of these devices at {slower:.0%} of its rate, by our estimate"),
+        impact=evidence.loses(
+            lost_share, f"network traffic of these devices at {slower:.0%} of its rate, by our estimate"
+        ),
         fix="give each device the card behind its own switch (NCCL_IB_HCA, CUDA_VISIBLE_DEVICES order, the VM's "
         "topology file), and pin its process to that socket",
     )

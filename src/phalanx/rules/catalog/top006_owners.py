@@ -1,4 +1,4 @@
-"""TOP006: more than one site accepts connections, so that no single one stops the run."""
+"""TOP006: more than one site accepts connections, so that no single site can stop the run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Sites of the plan that are not client-only."""
+    """Count the sites of the plan that are not client-only."""
     sites = evidence.the_plan.sites
     if sites is None:
         return exempt("one cluster: no slow links")
     if not evidence.the_job.sync.has_peers:
         return exempt("no peers")
-    able = [site.name for site in sites.sites if not site.client_only]
-    least = limits.number("least_owners")
-    statement = f"{len(able)} of {len(sites.sites)} sites accept connections"
-    if len(able) >= least:
-        return passed(statement, value=len(able), threshold=least, at="plan:sites")
-    only = f"{able[0]} averages for all and leads every round" if able else "nobody can average"
+    accepting = [site.name for site in sites.sites if not site.client_only]
+    min_owners = limits.number("least_owners")
+    statement = f"{len(accepting)} of {len(sites.sites)} sites accept connections"
+    if len(accepting) >= min_owners:
+        return passed(statement, value=len(accepting), threshold=min_owners, at="plan:sites")
+    reason = f"{accepting[0]} averages for all and leads every round" if accepting else "nobody can average"
     return failed(
-        f"{statement}: {only}",
-        value=len(able),
-        threshold=least,
+        f"{statement}: {reason}",
+        value=len(accepting),
+        threshold=min_owners,
         at="plan:sites",
         impact=Impact(note="when that site is away, no round commits, and a client-only site cannot take over"),
         fix="open a port at another site and remove its client_only, or add a site that accepts connections",

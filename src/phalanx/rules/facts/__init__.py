@@ -1,1 +1,1 @@
-"""What there is to look at: the run log, this host, drills, and how the trainer is known to behave."""
+"""Facts that rules read as evidence: the run log, this host, drill records, data, and behaviour of trainers."""

@@ -1,4 +1,4 @@
-"""What a configuration trains on, as far as this machine can tell: sources named, those missing, and tokens."""
+"""Facts about the data of a configuration that this machine can see: sources named, sources missing, and tokens."""
 
 from __future__ import annotations
 
@@ -25,44 +25,50 @@ MOST_LISTED = 10_000  # entries of a folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Sources of a configuration; `tokens` is None where nobody counted them all."""
+    """The data sources of a configuration; `tokens` is None unless the tokens of all of them are known."""
 
     named: int
     missing: tuple[str, ...] = ()
     tokens: float | None = None
-    setting: str = ""  # the name that says it, of another trainer's file
+    setting: str = ""  # the setting that names the data, in another trainer's file
 
 
 def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
-    """Of a job of ours: folders that `phalanx data build` made. One that is not there yet `plan` and `train` tell."""
-    tokens, known = 0.0, bool(paths)
+    """Return the facts for folders made by `phalanx data build`.
+
+    A folder that does not exist yet is not counted as missing: `plan` and `train` report it.
+    """
+    tokens, is_counted = 0.0, bool(paths)
     for name in paths[:MOST_SOURCES]:
         try:
             tokens += sum(shard.tokens for shard in read_manifest(base / name).shards if shard.split == "train")
         except (PhalanxError, OSError, ValueError):
-            known = False
-    return DataFacts(named=len(paths), tokens=tokens if known else None)
+            is_counted = False
+    return DataFacts(named=len(paths), tokens=tokens if is_counted else None)
 
 
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
-    """Of `--data-path`: prefixes of .bin and .idx files, weights between them left out.
+    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files; weights are ignored.
 
-    Only a prefix whose folder is on this machine and holds data can be missing: configurations are checked far from
-    their data, and a script may be about to fetch it.
+    A prefix counts as missing only if its folder exists on this machine and holds data: configurations are often
+    checked far from their data, and a script may fetch the data later.
     """
     prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
-    missing, tokens, known = [], 0.0, bool(prefixes)
+    missing, tokens, is_counted = [], 0.0, bool(prefixes)
     for prefix in prefixes:
+        # A prefix with a shell variable cannot be resolved here.
         count = _megatron_tokens(base / prefix) if "$" not in prefix else None
-        known = known and count is not None
+        is_counted = is_counted and count is not None
         tokens += count or 0.0
         if "$" not in prefix and _is_absent(base / prefix):
             missing.append(prefix)
-    return DataFacts(named=len(prefixes), missing=tuple(missing), tokens=tokens if known else None, setting=setting)
+    return DataFacts(
+        named=len(prefixes), missing=tuple(missing), tokens=tokens if is_counted else None, setting=setting
+    )
 
 
 def named_facts(name: str, *, setting: str) -> DataFacts:
-    """Of a corpus that is called by its name."""
+    """Return the facts for a corpus given by name."""
     return DataFacts(named=1, tokens=NAMED_TOKENS.get(name.lower()), setting=setting)
 
 
@@ -77,15 +83,18 @@ def _is_number(word: str) -> bool:
 def _is_absent(prefix: Path) -> bool:
     try:
         files = [Path(f"{prefix}.bin"), prefix]
-        if any(path_exists(one) for one in files) or not is_folder(prefix.parent):
+        if any(path_exists(file) for file in files) or not is_folder(prefix.parent):
             return False
-        return any(one.suffix in (".bin", ".idx") for one in islice(prefix.parent.iterdir(), MOST_LISTED))
+        return any(file.suffix in (".bin", ".idx") for file in islice(prefix.parent.iterdir(), MOST_LISTED))
     except (OSError, ValueError):
         return False
 
 
 def _megatron_tokens(prefix: Path) -> float | None:
-    """Bytes of the .bin over those of a token, whose type the .idx says; None where they are not here."""
+    """Return the tokens of a Megatron dataset, or None without its files.
+
+    They are the size of the .bin file over the bytes of a token, whose type the .idx file states.
+    """
     try:
         with Path(f"{prefix}.idx").open("rb") as file:
             head = file.read(len(INDEX_MAGIC) + 9)

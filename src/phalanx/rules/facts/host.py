@@ -1,4 +1,4 @@
-"""The machines themselves, as far as rules ask: this host looked at, and which network card each device uses."""
+"""Facts about machines: an inspection of this host, and the network card that each device uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.record.provenance import redact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NicPath:
-    """How near a device is to the network card it uses: PIX, PXB, PHB, NODE, SYS as nvidia-smi topo names them."""
+    """The distance of a device to the network card it uses: PIX, PXB, PHB, NODE, SYS as in `nvidia-smi topo`."""
 
     device: str
     nic: str
@@ -30,7 +30,7 @@ class NicPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """One host that stands for all, or this machine. None is "nobody looked"."""
+    """Facts about this machine, or about one host that represents all. None means not inspected."""
 
     name: str
     source: str  # "this machine", "preflight of run x"
@@ -40,21 +40,21 @@ class HostFacts:
     link_bytes_per_s: float | None = None  # β
     disk_free_bytes: float | None = None
     memory_bytes: float | None = None
-    packages: Mapping[str, str] | None = None  # installed versions of torch and of what loads checkpoints
+    packages: Mapping[str, str] | None = None  # installed versions of torch and of libraries that load checkpoints
     environment: Mapping[str, str] | None = None  # NCCL_*, TORCH_* and GLOO_* variables, values redacted elsewhere
 
 
-# Look at this machine, quickly and without torch.
+# Inspection of this machine, quickly and without importing torch.
 
 
-# What computes, and what could load somebody else's file.
+# Libraries that compute, and those that could load checkpoint files of other people.
 PACKAGES = ("torch", "safetensors", "numpy", "transformers", "accelerate", "deepspeed", "nvidia-nccl-cu12")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
-MOST_VALUE = 200  # characters of a variable
+MOST_VALUE = 200  # characters of a variable's value that are kept
 
 
 def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path(), root: Path = Path("/")) -> HostFacts:
-    """What this machine is, and what `phalanx probe` measured of it; `folder` is where a run would be kept."""
+    """Inspect this machine and add the measurements of `phalanx probe`; `folder` is where a run would be kept."""
     environ = os.environ if environ is None else environ
     machine = discover(root=root, environ=environ)
     measured = _measured_profile(machine, environ)
@@ -73,64 +73,66 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
 
 
 def installed_packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Versions, read from the package metadata: nothing is imported."""
-    return {name: found for name in names if (found := installed_version(name))}
+    """Return the versions of installed packages from the package metadata; nothing is imported."""
+    return {name: version for name in names if (version := installed_version(name))}
 
 
 def collective_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings of the collectives, without secrets that were put into them."""
-    mine = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
-    return {name: redact(value, environ)[:MOST_VALUE] for name, value in sorted(mine.items())}
+    """Return the environment variables of the collectives, with secrets redacted."""
+    variables = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
+    return {name: redact(value, environ)[:MOST_VALUE] for name, value in sorted(variables.items())}
 
 
 def _measured_profile(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | None:
-    named = environ.get("PHALANX_PROFILE", "")
+    profile_path = environ.get("PHALANX_PROFILE", "")
     try:
-        profile = load_profile(Path(named) if named else usual_path(machine.hostname, environ))
-    except UserError:  # never probed, or damaged: `phalanx plan` says so, and here it is only missing
+        profile = load_profile(Path(profile_path) if profile_path else usual_path(machine.hostname, environ))
+    except UserError:  # never probed, or damaged: `phalanx plan` reports it; here it only counts as missing
         return None
     return profile if profile.device == ("cuda" if machine.gpus else "cpu") else None
 
 
 def _known_value(value: float) -> float | None:
-    """A profile writes 0 for what was not measured."""
+    """Return a value of a profile, or None for 0, which means not measured."""
     return value or None
 
 
-# How near each GPU is to the network card it would use, read from the PCI tree of sysfs.
+# The distance of each GPU to its nearest network card, read from the PCI tree of sysfs.
 
 
-ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first, in nvidia-smi's words
+# Nearest first, with the names of nvidia-smi.
+ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _ADDRESS = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def nic_paths(machine: Machine, *, root: Path = Path("/")) -> tuple[NicPath, ...] | None:
-    """The nearest card of every GPU; None where the tree does not show it, empty without GPUs or cards."""
-    real = [nic for nic in machine.nics if nic.bytes_per_s > 0]  # a virtual card does not say how fast it is
+    """Return the nearest card of every GPU; None where the PCI tree is incomplete, empty without GPUs or cards."""
+    # A virtual card does not report its speed.
+    real = [nic for nic in machine.nics if nic.bytes_per_s > 0]
     cards = [nic for nic in real if nic.kind == "infiniband"] or real
     if not machine.gpus or not cards:
         return ()
-    found = [_nearest_nic(gpu, cards, root) for gpu in machine.gpus]
-    known = tuple(one for one in found if one is not None)
-    return known if len(known) == len(found) else None
+    paths = [_nearest_nic(gpu, cards, root) for gpu in machine.gpus]
+    known_paths = tuple(path for path in paths if path is not None)
+    return known_paths if len(known_paths) == len(paths) else None
 
 
 def _nearest_nic(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
     here = _pci_ancestors(_gpu_folder(gpu, root))
     if not here:
         return None
-    near = [
-        (path_kind(here, there, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
-        for card, there in _placed_nics(cards, root)
+    kinds_and_names = [
+        (path_kind(here, card_ancestors, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
+        for card, card_ancestors in _placed_nics(cards, root)
     ]
-    if not near:
+    if not kinds_and_names:
         return None
-    kind, name = min(near, key=lambda one: ORDER.index(one[0]))
+    kind, name = min(kinds_and_names, key=lambda kind_and_name: ORDER.index(kind_and_name[0]))
     return NicPath(device=f"GPU {gpu.index}", nic=name, path=kind)
 
 
 def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -> str:
-    """What two PCI devices have between them; each is given by its ancestors from the host bridge down, itself last.
+    """Return the kind of path between two PCI devices, given their ancestors from the host bridge to themselves.
 
     >>> root, switch = "pci0000:00", "0000:00:01.0"
     >>> path_kind([root, switch, "up", "a", "gpu"], [root, switch, "up", "b", "nic"], same_node=True)
@@ -143,7 +145,8 @@ def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -
         return "NODE" if same_node else "SYS"
     if shared == 1:
         return "PHB"  # up to the host bridge
-    between = max(len(first), len(second)) - 1 - shared  # bridges below what they share
+    # Bridges below the last shared ancestor.
+    between = max(len(first), len(second)) - 1 - shared
     return "PIX" if between <= 1 else "PXB"
 
 
@@ -164,11 +167,11 @@ def _placed_nics(cards: Sequence[Nic], root: Path) -> list[tuple[Nic, list[str]]
 
 
 def _pci_ancestors(folder: Path | None) -> list[str]:
-    """Host bridge, bridges and the device itself; empty when it is on no PCI bus."""
+    """Return the host bridge, the bridges and the device itself; empty when the device is not on a PCI bus."""
     if folder is None or not path_exists(folder):
         return []
     parts = resolve_path(folder).parts
-    starts = [at for at, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)]
+    starts = [index for index, name in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", name)]
     if not starts:
         return []
     return [parts[starts[-1]], *(part for part in parts[starts[-1] + 1 :] if _ADDRESS.fullmatch(part))]

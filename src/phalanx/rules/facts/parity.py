@@ -1,4 +1,4 @@
-"""Parity of a narrow number format: two runs of the same training, one in the narrow format, one in a wide one."""
+"""Parity of a narrow number format: the losses of two runs of one training, in a narrow and in a wide format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
 
 NARROW = ("fp8", "fp4")
-# What must be equal for two losses to be comparable, beside the format itself.
+# Sections of the job that must be equal for two losses to be comparable; precision may differ.
 SAME = ("model", "data", "batch", "optim")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityFacts:
-    """The losses of both; `held_out` says that they are of held-out text."""
+    """The losses of two runs; `held_out` is true if they are losses on held-out text."""
 
     narrow: str  # name of the run
     wide: str
@@ -34,13 +34,14 @@ class ParityFacts:
 
     @property
     def gap(self) -> float:
-        """Relative to the wide one; positive where the narrow one learnt less."""
+        """The loss of the narrow run relative to the wide one, less 1; positive where the narrow run learnt less."""
         return self.narrow_loss / self.wide_loss - 1.0
 
 
 def parity_of(first: Run, second: Run) -> ParityFacts:
-    """Two runs, in either order; raises UserError where they cannot be compared."""
-    from phalanx.record.account.summary import summarize_briefly  # 80 ms that few checks need
+    """Return the parity of two runs, in either order; raises UserError where they cannot be compared."""
+    # Deferred: the import takes 80 ms, and few checks need it.
+    from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
 
     jobs = [at(run.plan(), "job") for run in (first, second)]
@@ -56,16 +57,18 @@ def parity_of(first: Run, second: Run) -> ParityFacts:
         raise _refused_pair(
             narrow, wide, f"differ in [{'], ['.join(differing)}]", "train the same job twice, but for precision"
         )
-    statement = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
-    if statement[0].tokens != statement[1].tokens or not statement[0].tokens:
-        what = f"saw {statement[0].tokens:,} and {statement[1].tokens:,} tokens"
-        raise _refused_pair(narrow, wide, what, "let both end at the same step")
-    return _parity_facts(narrow, wide, formats=[formats[place] for place in order], statement=statement)
+    summaries = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
+    if summaries[0].tokens != summaries[1].tokens or not summaries[0].tokens:
+        message = f"saw {summaries[0].tokens:,} and {summaries[1].tokens:,} tokens"
+        raise _refused_pair(narrow, wide, message, "let both end at the same step")
+    return _parity_facts(narrow, wide, formats=[formats[place] for place in order], statement=summaries)
 
 
 def _parity_facts(narrow: Run, wide: Run, *, formats: list[str], statement: list[Summary]) -> ParityFacts:
-    held_out = all(one.evaluation is not None and one.evaluation.loss is not None for one in statement)
-    losses = [one.evaluation.loss if held_out and one.evaluation else one.last_loss for one in statement]
+    held_out = all(summary.evaluation is not None and summary.evaluation.loss is not None for summary in statement)
+    losses = [
+        summary.evaluation.loss if held_out and summary.evaluation else summary.last_loss for summary in statement
+    ]
     if any(loss is None or not math.isfinite(loss) or loss <= 0 for loss in losses):
         raise _refused_pair(
             narrow, wide, f"have the losses {losses[0]} and {losses[1]}", "runs that end with a finite loss"

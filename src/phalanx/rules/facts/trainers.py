@@ -1,7 +1,7 @@
-"""How the trainer that will run the job behaves, where no key of the job says so: part of the J evidence.
+"""Behaviour of the trainer that runs the job, where the job has no key for it: part of evidence J.
 
-Phalanx's own behaviour is stated with the document that describes it; that of another trainer as its documentation
-or code states it. None is "not known", and never counts as good.
+The behaviour of Phalanx cites the document that describes it; that of another trainer its documentation or code.
+None means not known, and never counts as good.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Practice:
-    """Habits of a trainer."""
+    """The default behaviour of a trainer."""
 
     trainer: str  # "phalanx", "torchtitan", "megatron", "deepspeed", "accelerate", "nemo"
     loss_scale: str | None = None  # "dynamic", "static" or "none"
-    sums_in: str | None = None  # format of gradients while they are summed, where the job schema has no word for it
-    pipeline_fill: int | None = None  # micro-batches after which a pipeline is drained; None: those of a whole step
-    token_weighted_loss: bool | None = None  # accumulated loss divided by all valid tokens
+    # Number format of gradients while they are summed, where the job schema has no key for it.
+    sums_in: str | None = None
+    # Micro-batches after which a pipeline is drained; None means those of a whole step.
+    pipeline_fill: int | None = None
+    token_weighted_loss: bool | None = None  # accumulated loss is divided by all valid tokens
     fp8_spares_sensitive: bool | None = None  # embeddings, norms, head and router stay in 16 bit or more
     skips_together: bool | None = None  # a step that is not finite is skipped by all ranks
     error_feedback: bool | None = None  # of biased gradient compression
-    saves: bool | None = None  # False: it is set up to make no checkpoints at all
+    saves: bool | None = None  # False: configured to save no checkpoints at all
     checkpoint_format: str | None = None  # "safetensors", "dcp", "torch-pickle", "zarr" …
     atomic_commit: bool | None = None  # a checkpoint is visible only when it is complete
     verifies_digests: bool | None = None
-    resumes_exactly: tuple[str, ...] | None = None  # parts of the state that a resume brings back, as CKP006 names them
-    heartbeat_s: float | None = None  # how often a rank says that it lives; 0: it never does
-    memory_copies: str | None = None  # where: "other rack" (if there is one), "other host", "other process", "none"
-    preflight: bool | None = None  # every (re)start looks at its hosts first
+    # Parts of the state that a resume restores, named as in CKP006.
+    resumes_exactly: tuple[str, ...] | None = None
+    heartbeat_s: float | None = None  # seconds between heartbeats of a rank; 0: there are none
+    memory_copies: str | None = None  # place: "other rack" (if there is one), "other host", "other process", "none"
+    preflight: bool | None = None  # every start and restart checks its hosts first
     step_transaction: bool | None = None  # old generations are fenced, steps commit or do not
     bounded_restarts: int | None = None  # failures in a row before it gives up
     telemetry: tuple[str, ...] | None = None  # series it writes: utilization, memory, peers, noise, energy, steps
     listens: tuple[str, ...] | None = None  # addresses it listens on by default
-    authenticated: bool | None = None  # its control sockets ask who is there
-    sources: Mapping[str, str] | None = None  # field -> where that is written
+    authenticated: bool | None = None  # its control sockets authenticate the other side
+    sources: Mapping[str, str] | None = None  # field -> the document or code that states it
 
 
-# Our own trainer's habits, with where they are written; those of others are in rules/facts/trainers.py.
+# Behaviour of Phalanx itself.
 
 
-# Read in the code on 2026-11-15; each source names the page that describes it, and the page the file.
+# Read in the code on 2026-11-15; each source names a page, which names the file, or the file itself.
 PHALANX = Practice(
     trainer="phalanx",
     loss_scale="dynamic",
@@ -87,10 +90,9 @@ PHALANX = Practice(
 )
 
 
-# Habits of other trainers, with where they are written. What nobody looked up stays None, and never counts as good.
-#
-# Read on 2026-11-15: torchtitan's config/job_config.py and components/checkpoint.py, DeepSpeed's runtime/constants.py
-# and runtime/engine.py, Megatron's arguments.py and a dump of Megatron-Bridge. A source that ends in "(recalled)" is
+# Behaviour of other trainers. Values that were not looked up stay None and never count as good. Read on 2026-11-15:
+# torchtitan's config/job_config.py and components/checkpoint.py, DeepSpeed's runtime/constants.py and
+# runtime/engine.py, Megatron's arguments.py and a dump of Megatron-Bridge. A source that ends in "(recalled)" is
 # named from memory and was not read again.
 
 
@@ -251,11 +253,12 @@ NEMO = Practice(
         "authenticated": _SOCKETS,
     },
 )
-_BY_NAME = {one.trainer: one for one in (TORCHTITAN, MEGATRON, DEEPSPEED, ACCELERATE, NEMO)}
+_BY_NAME = {practice.trainer: practice for practice in (TORCHTITAN, MEGATRON, DEEPSPEED, ACCELERATE, NEMO)}
 _BY_FRAMEWORK = {"megatron-core": MEGATRON, "megatron-lm": MEGATRON, "megatron-bridge": NEMO}
 
 
 def habits_of(name: str) -> Practice:
-    """The habits of a trainer or of a framework's name; nothing is assumed of one that is not known."""
-    name = re.sub(r"-20\d\d$", "", name)  # a framework's name may state the year of its profile
+    """Return the behaviour of a trainer by its name or a framework's name; an unknown one gets no assumptions."""
+    # A framework's name may state the year of its profile.
+    name = re.sub(r"-20\d\d$", "", name)
     return _BY_NAME.get(name) or _BY_FRAMEWORK.get(name) or Practice(trainer=name)

@@ -1,1 +1,1 @@
-"""A Report as text, JSON, SARIF, GitHub annotations, JUnit or HTML."""
+"""Output formats of a check report: text, JSON, SARIF, GitHub annotations, JUnit and HTML."""

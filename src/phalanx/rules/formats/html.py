@@ -1,4 +1,4 @@
-"""A report as one HTML file: no scripts, nothing fetched, light and dark as the reader's system has it."""
+"""A report as one HTML file: no scripts, no external files, light or dark as the reader's system is set."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MOST_TEXT = 1000
 
 
 def render_html(reports: Sequence[CheckReport]) -> str:
-    """The whole file."""
-    body = "\n".join(_report_html(one) for one in reports)
+    """Return the HTML file for these reports."""
+    body = "\n".join(_report_html(report) for report in reports)
     title = _escaped_text(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -36,33 +36,36 @@ def render_html(reports: Sequence[CheckReport]) -> str:
 
 
 def render_fragment(report: CheckReport) -> str:
-    """One report for a notebook: summary and findings, without a style sheet that would reach the rest of the page."""
-    items = "".join(f"<li>{_fragment_item(one, report)}</li>" for one in report.problems)
-    notes = "".join(f"<p>{_escaped_text(one)}</p>" for one in report.notes)
-    listed = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
+    """Return one report for a notebook: summary and findings.
+
+    It has no style sheet, which would affect the whole page.
+    """
+    items = "".join(f"<li>{_fragment_item(finding, report)}</li>" for finding in report.problems)
+    notes = "".join(f"<p>{_escaped_text(note)}</p>" for note in report.notes)
+    listing = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
     head = f"<p><b>{_escaped_text(report.target)}</b>: {_escaped_text(summary_of(report))}</p>"
-    return f'<div class="phalanx-check">{head}{notes}{listed}</div>'
+    return f'<div class="phalanx-check">{head}{notes}{listing}</div>'
 
 
 def _fragment_item(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
     texts = (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
-    more = "".join(f"<br><small>{_escaped_text(text)}</small>" for text in texts if text)
+    details = "".join(f"<br><small>{_escaped_text(text)}</small>" for text in texts if text)
     head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_escaped_text(rule.slug)}'
-    return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{more}"
+    return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{details}"
 
 
 def _report_html(report: CheckReport) -> str:
-    problems = "\n".join(_finding_html(one, report) for one in report.problems)
-    rows = [_row_cells(one) for one in report.findings]
+    problems = "\n".join(_finding_html(finding, report) for finding in report.problems)
+    rows = [_row_cells(finding) for finding in report.findings]
     table = f'<div class="scroll">{html_table(rows, head=("rule", "verdict", "what", "where"))}</div>'
     return "\n".join(
         (
             f"<h1>{_escaped_text(report.target)}</h1>",
             f'<p class="lead">{_escaped_text(summary_of(report))}</p>',
             _tiles_html(report),
-            *(f"<p>{_escaped_text(one)}</p>" for one in report.notes),
+            *(f"<p>{_escaped_text(note)}</p>" for note in report.notes),
             f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
             f"<h2>Every rule</h2>\n{table}",
             _habits_html(report),
@@ -73,7 +76,7 @@ def _report_html(report: CheckReport) -> str:
 
 def _tiles_html(report: CheckReport) -> str:
     counts, stake = counts_of(report), total_at_stake(report)
-    seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
+    evidence = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
         "rules met": str(counts["pass"]),
         "rules broken": str(counts["fail"]),
@@ -83,7 +86,7 @@ def _tiles_html(report: CheckReport) -> str:
         f"{report.profile}, class {report.scaling}": (
             plural(report.devices, "device") if report.devices else "devices not known"
         ),
-        "evidence": seen,
+        "evidence": evidence,
     }
     inner = "".join(
         f'<div class="tile"><b>{_escaped_text(value)}</b><span>{_escaped_text(name)}</span></div>'
@@ -96,9 +99,9 @@ def _finding_html(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
     place = f'<span class="quiet">{finding.severity}, {_escaped_text(shown_place(finding))}</span>'
-    own = f' <span class="quiet">(your own rule, from {_escaped_text(rule.origin)})</span>' if rule.origin else ""
+    origin = f' <span class="quiet">(your own rule, from {_escaped_text(rule.origin)})</span>' if rule.origin else ""
     parts = [
-        f"<p><b>{rule.id}</b> {_escaped_text(rule.slug)} {place}{own}</p>",
+        f"<p><b>{rule.id}</b> {_escaped_text(rule.slug)} {place}{origin}</p>",
         f"<p>{_escaped_text(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
         *(
@@ -124,7 +127,9 @@ def _row_cells(finding: Finding) -> tuple[HtmlCell, ...]:
 def _habits_html(report: CheckReport) -> str:
     if not report.habits:
         return ""
-    rows = [(HtmlCell(one.rule.id), HtmlCell(_escaped_text(one.outcome.what), "long")) for one in report.habits]
+    rows = [
+        (HtmlCell(finding.rule.id), HtmlCell(_escaped_text(finding.outcome.what), "long")) for finding in report.habits
+    ]
     return f'<h2>About the trainer</h2>\n<div class="scroll">{html_table(rows)}</div>'
 
 
@@ -132,8 +137,12 @@ def _unmapped_html(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
     rows = [
-        [HtmlCell(_escaped_text(one.key)), HtmlCell(_escaped_text(one.value)), HtmlCell(_escaped_text(one.why), "long")]
-        for one in report.unmapped
+        [
+            HtmlCell(_escaped_text(setting.key)),
+            HtmlCell(_escaped_text(setting.value)),
+            HtmlCell(_escaped_text(setting.why), "long"),
+        ]
+        for setting in report.unmapped
     ]
     return f'<h2>Not checked</h2>\n<div class="scroll">{html_table(rows)}</div>'
 

@@ -13,11 +13,11 @@ from phalanx.rules.run_rules import CheckReport, Finding
 
 
 def render_junit(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
-    """The document, with a last line break."""
+    """Return the XML document, with a final line break."""
     root = Tree.Element("testsuites", name="phalanx check")
     for report in reports:
         root.append(_junit_suite(report))
-    for problem in (one for error in failures for one in error.problems):
+    for problem in (problem for error in failures for problem in error.problems):
         suite = Tree.SubElement(root, "testsuite", name=printable(problem.where), tests="1", failures="0", errors="1")
         case = Tree.SubElement(suite, "testcase", classname="phalanx", name="can be read", time="0")
         Tree.SubElement(case, "error", message=printable(problem.what, most=MOST_TEXT)).text = problem_text(problem)
@@ -27,11 +27,11 @@ def render_junit(reports: Sequence[CheckReport], failures: Sequence[PhalanxError
 
 def _junit_suite(report: CheckReport) -> Tree.Element:
     by_rule: dict[str, list[Finding]] = {}
-    for one in report.findings:
-        if one.verdict == "habit":
+    for finding in report.findings:
+        if finding.verdict == "habit":
             continue
-        by_rule.setdefault(one.rule.id, []).append(one)
-    cases = [_junit_case(found, report) for found in by_rule.values()]
+        by_rule.setdefault(finding.rule.id, []).append(finding)
+    cases = [_junit_case(rule_findings, report) for rule_findings in by_rule.values()]
     suite = Tree.Element(
         "testsuite",
         name=printable(report.target),
@@ -46,16 +46,16 @@ def _junit_suite(report: CheckReport) -> Tree.Element:
 
 
 def _junit_case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
-    """One rule. What is only told for information stands in the case's output and fails nothing."""
+    """Return the test case of one rule. Findings of severity info go to its output and do not fail it."""
     rule = found[0].rule
     case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
-    bad = [one for one in report.problems if one.rule.id == rule.id and one.severity != "info"]
-    skipped = [one for one in found if one.verdict in ("unknown", "waived")]
-    if bad:
-        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
-        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(bad, report)
+    failures = [finding for finding in report.problems if finding.rule.id == rule.id and finding.severity != "info"]
+    skipped = [finding for finding in found if finding.verdict in ("unknown", "waived")]
+    if failures:
+        kind, message = failures[0].severity, printable(failures[0].outcome.what, most=MOST_TEXT)
+        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(failures, report)
     elif skipped:
-        Tree.SubElement(case, "skipped", message="; ".join(_skip_reason(one) for one in skipped))
+        Tree.SubElement(case, "skipped", message="; ".join(_skip_reason(finding) for finding in skipped))
     else:
         Tree.SubElement(case, "system-out").text = _junit_text(found, report)
     return case
@@ -70,7 +70,12 @@ def _skip_reason(finding: Finding) -> str:
 
 def _junit_text(found: Sequence[Finding], report: CheckReport) -> str:
     lines: list[str] = []
-    for one in found:
-        cost = shown_cost(one.outcome.impact, report.usd)
-        lines += [f"{shown_place(one)}: {one.outcome.what}", *one.outcome.formula, cost, *fix_lines(one.outcome)]
+    for finding in found:
+        cost = shown_cost(finding.outcome.impact, report.usd)
+        lines += [
+            f"{shown_place(finding)}: {finding.outcome.what}",
+            *finding.outcome.formula,
+            cost,
+            *fix_lines(finding.outcome),
+        ]
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

@@ -22,7 +22,7 @@ from phalanx.rules.run_rules import CheckReport, Finding
 
 
 def relative_path(file: str, root: str) -> str:
-    """A file below `root` as seen from there; any other by its whole path.
+    """Return a path relative to `root` for a file below it; for any other file the full path.
 
     >>> relative_path("/src/jobs/a.toml", "/src"), relative_path("a.toml", "/src"), relative_path("/etc/a.toml", "/src")
     ('jobs/a.toml', 'a.toml', '/etc/a.toml')
@@ -33,7 +33,7 @@ def relative_path(file: str, root: str) -> str:
 
 
 def as_uri(file: str, root: str) -> str:
-    """The same as a URI reference: relative below `root`, else absolute.
+    """Return the path of `relative_path` as a URI reference: relative below `root`, else absolute.
 
     >>> as_uri("a b.toml", "/src"), as_uri("/etc/a.toml", "/src")
     ('a%20b.toml', 'file:///etc/a.toml')
@@ -43,21 +43,20 @@ def as_uri(file: str, root: str) -> str:
     return f"file://{escaped}" if name.startswith("/") else escaped
 
 
-# A report as one JSON document; several reports as a list under `reports`.
+# JSON: one report is one document; several reports are a list under `reports`.
 
 
 def render_json(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
-    """The document, with a last line break; targets that could not be read are named under `failures`."""
-    documents = [report_dict(one) for one in reports]
-    whole = documents[0] if len(documents) == 1 and not failures else {"reports": documents}
+    """Return the JSON document, with a final line break; `failures` lists targets that could not be read."""
+    documents = [report_dict(report) for report in reports]
+    document = documents[0] if len(documents) == 1 and not failures else {"reports": documents}
     if failures:
-        whole["failures"] = [json_values(one) for error in failures for one in error.problems]
-    return visible_json(json_text(whole, indent=2)) + "\n"
+        document["failures"] = [json_values(problem) for error in failures for problem in error.problems]
+    return visible_json(json_text(document, indent=2)) + "\n"
 
 
-# A report as SARIF 2.1.0, which code scanners show beside the lines of the job file.
-#
-# Rule ids, file names and fingerprints are the same in every run, or a scanner takes an old finding for a new one.
+# SARIF 2.1.0, which code scanners show next to the lines of the job file. Rule ids, file names and fingerprints are
+# the same in every run; otherwise a scanner would report an old finding as new.
 
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -68,17 +67,20 @@ MOST_TEXT = 1000
 def render_sarif(
     reports: Sequence[CheckReport], *, root: str, version: str, failures: Sequence[PhalanxError] = ()
 ) -> str:
-    """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
+    """Return the SARIF document.
+
+    `root` is the checkout that file names are relative to; `version` is that of Phalanx.
+    """
     run = _sarif_run(reports, root, version)
     if failures:
-        told = [_sarif_notification(one, root) for error in failures for one in error.problems]
-        run["invocations"] = [{"executionSuccessful": False, "toolExecutionNotifications": told}]
+        notifications = [_sarif_notification(problem, root) for error in failures for problem in error.problems]
+        run["invocations"] = [{"executionSuccessful": False, "toolExecutionNotifications": notifications}]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return visible_json(json_text(log, indent=2)) + "\n"
 
 
 def problem_place(problem: Problem) -> tuple[str, int]:
-    """File and line (0: none) of what could not be read.
+    """Return the file and line (0: none) of a problem.
 
     >>> problem_place(Problem(where="a/b.json:12", what="")), problem_place(Problem(where="b.json", what=""))
     (('a/b.json', 12), ('b.json', 0))
@@ -88,30 +90,30 @@ def problem_place(problem: Problem) -> tuple[str, int]:
 
 
 def problem_text(problem: Problem) -> str:
-    """What is wrong, why, and the cure, a line each."""
-    return "\n".join(printable(one, most=MOST_TEXT) for one in (problem.what, problem.why, problem.fix) if one)
+    """Return what is wrong, why, and the fix, on one line each."""
+    return "\n".join(printable(text, most=MOST_TEXT) for text in (problem.what, problem.why, problem.fix) if text)
 
 
 def _sarif_notification(problem: Problem, root: str) -> dict[str, Any]:
     file, line = problem_place(problem)
-    found: dict[str, Any] = {"level": "error", "message": {"text": problem_text(problem)}}
+    notification: dict[str, Any] = {"level": "error", "message": {"text": problem_text(problem)}}
     if file and os.path.exists(os.path.join(root, file)):
         uri = as_uri(file, root)
         artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
         place = {"artifactLocation": artifact, "region": {"startLine": max(1, line)}}
-        found["locations"] = [{"physicalLocation": place}]
-    return found
+        notification["locations"] = [{"physicalLocation": place}]
+    return notification
 
 
 def _sarif_run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
-    rules = {one.rule.id: one.rule for report in reports for one in report.findings}
+    rules = {finding.rule.id: finding.rule for report in reports for finding in report.findings}
     index = {rule_id: number for number, rule_id in enumerate(rules)}
-    seen: Counter[str] = Counter()
+    repeats: Counter[str] = Counter()
     results = [
-        _sarif_result(one, report, root, index[one.rule.id], seen)
+        _sarif_result(finding, report, root, index[finding.rule.id], repeats)
         for report in reports
-        for one in report.findings
-        if one.verdict not in ("pass", "habit")
+        for finding in report.findings
+        if finding.verdict not in ("pass", "habit")
     ]
     edition = reports[0].edition if reports else ""
     driver = {
@@ -139,7 +141,7 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
         "properties": {
             "tags": [rule.group, rule.slug],
             "evidence": [LETTERS[letter] for letter in rule.requires],
-            "sources": [one.text for one in rule.references],
+            "sources": [reference.text for reference in rule.references],
             **({"origin": printable(rule.origin)} if rule.origin else {}),
         },
     }
@@ -162,7 +164,8 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
         "properties": _sarif_properties(finding),
     }
     if finding.verdict == "waived":
-        kind = "external" if finding.reason.startswith("known: ") else "inSource"  # a baseline stands beside the file
+        # A baseline is a separate file.
+        kind = "external" if finding.reason.startswith("known: ") else "inSource"
         waiver = {"kind": kind, "status": "accepted", "justification": printable(finding.reason)}
         result["suppressions"] = [waiver]
     return result
@@ -171,32 +174,36 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
 def _sarif_location(finding: Finding, root: str) -> dict[str, Any]:
     uri = as_uri(finding.file, root)
     artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
-    line = max(1, finding.line)  # of the file as a whole: its first, since scanners ask for one
+    # Line 1 for the whole file, since scanners require a line.
+    line = max(1, finding.line)
     return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
 
 
 def finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
-    """Of rule, file and setting: neither a moved line nor another value makes another finding of it."""
+    """Return a digest of rule, file and setting; a moved line or a changed value does not change it.
+
+    `seen` counts equal findings, so that each gets its own fingerprint.
+    """
     at = finding.outcome.at
-    what = "log" if isinstance(at, Spot) else at
-    text = f"{finding.rule.id}\n{relative_path(finding.file, root)}\n{what}"
+    place = "log" if isinstance(at, Spot) else at
+    text = f"{finding.rule.id}\n{relative_path(finding.file, root)}\n{place}"
     seen[text] += 1
     return hashlib.sha256(f"{text}\n{seen[text]}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def _sarif_properties(finding: Finding) -> dict[str, Any]:
     outcome = finding.outcome
-    found = {
+    properties = {
         "value": json_values(outcome.value),
         "threshold": json_values(outcome.threshold),
         "unit": outcome.unit or None,
         "points": json_values(outcome.impact.points),
         "usd": json_values(outcome.impact.usd),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in properties.items() if value is not None}
 
 
-# A report as workflow commands, which GitHub shows beside the lines of the job file.
+# GitHub workflow commands, which GitHub shows next to the lines of the job file.
 
 
 GITHUB_LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
@@ -204,42 +211,43 @@ MOST_GITHUB_TEXT = 400
 
 
 def render_github(reports: Sequence[CheckReport], *, root: str, failures: Sequence[PhalanxError] = ()) -> str:
-    """One command per finding, one notice per target; `root` is the folder that file names are told from."""
+    """Return one command per finding and one notice per target; file names are relative to the folder `root`."""
     lines = [line for report in reports for line in _github_commands(report, root)]
-    lines += [_github_failure(one, root) for error in failures for one in error.problems]
+    lines += [_github_failure(problem, root) for error in failures for problem in error.problems]
     return "".join(line + "\n" for line in lines)
 
 
 def _github_failure(problem: Problem, root: str) -> str:
     file, line = problem_place(problem)
     place = {"file": relative_path(file, root) if file else "", "line": str(line) if line else ""}
-    said = {**place, "title": "phalanx check cannot read this"}
-    statement = ",".join(f"{name}={_github_property(value)}" for name, value in said.items() if value)
-    return f"::error {statement}::{_github_data(problem_text(problem))}"
+    properties = {**place, "title": "phalanx check cannot read this"}
+    property_list = ",".join(f"{name}={_github_property(value)}" for name, value in properties.items() if value)
+    return f"::error {property_list}::{_github_data(problem_text(problem))}"
 
 
 def _github_commands(report: CheckReport, root: str) -> list[str]:
     title = f"phalanx check {report.target}"
-    found = [_github_command(one, report, root) for one in report.problems]
-    found += [
-        f"::warning title={_github_property(title)}::{_github_data(printable(one, most=MOST_GITHUB_TEXT))}"
-        for one in report.notes
+    commands = [_github_command(finding, report, root) for finding in report.problems]
+    commands += [
+        f"::warning title={_github_property(title)}::{_github_data(printable(note, most=MOST_GITHUB_TEXT))}"
+        for note in report.notes
     ]
-    return [*found, f"::notice title={_github_property(title)}::{_github_data(summary_of(report))}"]
+    return [*commands, f"::notice title={_github_property(title)}::{_github_data(summary_of(report))}"]
 
 
 def _github_command(finding: Finding, report: CheckReport, root: str) -> str:
     outcome = finding.outcome
     place = {"file": relative_path(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
-    statement = ",".join(f"{name}={_github_property(value)}" for name, value in {**place, **title}.items() if value)
+    property_list = ",".join(f"{name}={_github_property(value)}" for name, value in {**place, **title}.items() if value)
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     lines += [f"explain: phalanx explain {finding.rule.id}"] if not finding.rule.origin else []
     message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
-    return f"::{GITHUB_LEVEL[finding.severity]} {statement}::{_github_data(message)}"
+    return f"::{GITHUB_LEVEL[finding.severity]} {property_list}::{_github_data(message)}"
 
 
 def _github_data(text: str) -> str:
+    # The escapes of GitHub's workflow commands; "%" first, since the others insert it.
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,4 +1,4 @@
-"""The formats by name; each is imported when it is asked for."""
+"""The output formats by name; each module is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def render_reports(
     verbose: bool = False,
     failures: Sequence[PhalanxError] = (),
 ) -> str:
-    """Reports in a format; `root` is the folder that file names are told from, `version` that of Phalanx.
+    """Render reports in a format; file names are relative to the folder `root`, `version` is that of Phalanx.
 
-    `failures` are targets that could not be read; formats for programs tell them too.
+    `failures` are targets that could not be read; formats for programs include them too.
     """
     if name == "html":
         from phalanx.rules.formats.html import render_html
@@ -44,5 +44,5 @@ def render_reports(
             text = machine.render_github(reports, root=root, failures=failures)
         else:
             text = machine.render_json(reports, failures)
-    # a file name that is no UTF-8 must not cost the whole report
+    # A file name that is not valid UTF-8 must not cost the whole report.
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,7 +1,7 @@
-"""A report for a terminal: what is wrong and what it costs, then what nobody knows, then one line of counts.
+"""A report for a terminal: problems with their cost, then missing evidence, then one line of counts.
 
-Lines are (style, text): a style is a word of STYLES, and only a terminal sees it. The second half has the plain values
-that `--json` prints and the words that every format shares.
+Lines are (style, text) pairs; a style is a key of STYLES and is applied only on a terminal. The second half of the
+file holds the plain values of `--json` and the phrases that all formats share.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from phalanx.units import format_money, plural
 Line = tuple[str, str]
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan", "quiet": "dim", "head": "bold", "": ""}
 LETTER = {"error": "E", "warning": "W", "info": "I"}
-MOST_SHOWN = 12  # settings of another trainer that are named one by one
-MOST_TEXT = 400  # letters of one line of somebody else's text
+MOST_SHOWN = 12  # settings of another trainer that are listed
+# Characters of one line; texts may come from other people's files.
+MOST_TEXT = 400
 
 
 def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
-    """The page as text."""
+    """Return the reports as text."""
     return "".join(f"{text}\n" for _, text in report_lines(reports, verbose=verbose))
 
 
 def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
-    """The page, line by line; nothing in it moves a cursor."""
+    """Yield the lines of the reports; control characters are made visible, so that no line moves the cursor."""
     for number, report in enumerate(reports):
         if number:
             yield "", ""
@@ -43,9 +44,12 @@ def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> It
 
 
 def _page_lines(report: CheckReport, *, verbose: bool, brief: bool) -> Iterator[Line]:
-    """`brief` is for one of many files of other trainers: what nobody knows is mostly the same for each."""
-    for one in report.problems:
-        yield from finding_lines(one, report)
+    """Yield the lines of one report.
+
+    `brief` is for one of many files of other trainers: most unknown verdicts are the same for each.
+    """
+    for finding in report.problems:
+        yield from finding_lines(finding, report)
         yield "", ""
     yield from (("warning", f"! {line}") for line in report.notes)
     if report.notes:
@@ -63,7 +67,7 @@ def _page_lines(report: CheckReport, *, verbose: bool, brief: bool) -> Iterator[
 
 
 def finding_head(finding: Finding) -> str:
-    """Place, severity, rule and what was found, in a line."""
+    """Return place, severity, rule and outcome of a finding in one line."""
     passes = "ok" if finding.outcome.applies else "--"
     marks = {"fail": LETTER[finding.severity], "pass": passes, "waived": "waived", "habit": "note"}
     mark, rule = marks.get(finding.verdict, "?"), finding.rule
@@ -71,7 +75,7 @@ def finding_head(finding: Finding) -> str:
 
 
 def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
-    """One finding in full."""
+    """Yield the lines of one finding."""
     rule, outcome = finding.rule, finding.outcome
     yield finding.severity, finding_head(finding)
     for line in outcome.formula:
@@ -86,7 +90,7 @@ def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
 
 
 def fix_lines(outcome: Outcome) -> Iterator[str]:
-    """What to do: each edit with what it touches, then the rule's own words."""
+    """Yield each edit with its kind, then the rule's advice."""
     for edit in outcome.edits:
         kind = "safe" if edit.safe else "changes the training"
         yield f"fix ({kind}): {shown_setting(edit)}{f' ({edit.note})' if edit.note else ''}"
@@ -95,28 +99,32 @@ def fix_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def _unknown_lines(report: CheckReport, *, brief: bool) -> Iterator[Line]:
-    """Missing evidence, by what is missing: one line for many rules; in brief, what the file leaves open."""
+    """Yield the unknown verdicts, one line for all rules with the same reason; in brief mode only that of TOP001."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for one in report.findings:
-        if one.verdict == "unknown" and not report.require_evidence:  # else each is a problem, and told above
-            rules = groups.setdefault((one.outcome.what, one.outcome.fix), [])
-            rules += [one.rule.id] if one.rule.id not in rules else []
-    shown = {key: rules for key, rules in groups.items() if not brief or "TOP001" in rules}
-    for (what, fix), rules in shown.items():
-        yield "info", f"? {' '.join(rules)}  {what}"
+    for finding in report.findings:
+        # With require_evidence, each unknown verdict is a problem and was printed above.
+        if finding.verdict == "unknown" and not report.require_evidence:
+            rules = groups.setdefault((finding.outcome.what, finding.outcome.fix), [])
+            rules += [finding.rule.id] if finding.rule.id not in rules else []
+    printed_groups = {key: rules for key, rules in groups.items() if not brief or "TOP001" in rules}
+    for (reason, fix), rules in printed_groups.items():
+        yield "info", f"? {' '.join(rules)}  {reason}"
         if fix:
             yield "quiet", f"    {fix}"
-    if others := {rule for key, rules in groups.items() if key not in shown for rule in rules}:
-        yield "quiet", f"? {plural(len(others), 'rule')} more cannot be judged: phalanx check {report.target} says why"
+    if more_rules := {rule for key, rules in groups.items() if key not in printed_groups for rule in rules}:
+        yield (
+            "quiet",
+            f"? {plural(len(more_rules), 'rule')} more cannot be judged: phalanx check {report.target} says why",
+        )
     if groups:
         yield "", ""
 
 
 def _waived_lines(report: CheckReport) -> Iterator[Line]:
-    found = [one for one in report.findings if one.verdict == "waived"]
-    for one in found:
-        yield "quiet", f"waived {one.rule.id}  {one.outcome.what}  ({one.reason})"
-    if found:
+    waived = [finding for finding in report.findings if finding.verdict == "waived"]
+    for finding in waived:
+        yield "quiet", f"waived {finding.rule.id}  {finding.outcome.what}  ({finding.reason})"
+    if waived:
         yield "", ""
 
 
@@ -126,36 +134,41 @@ def _unmapped_lines(report: CheckReport) -> Iterator[Line]:
     count = len(report.unmapped)
     have, were = ("setting has", "was") if count == 1 else ("settings have", "were")
     yield "info", f"{count} {have} no counterpart in the job schema and {were} not checked"
-    for one in report.unmapped[:MOST_SHOWN]:
-        yield "quiet", f"    {one.key} = {one.value}  {one.why}"
+    for setting in report.unmapped[:MOST_SHOWN]:
+        yield "quiet", f"    {setting.key} = {setting.value}  {setting.why}"
     if count > MOST_SHOWN:
         yield "quiet", f"    and {count - MOST_SHOWN} more: --json lists them"
     yield "", ""
 
 
 def _habit_lines(reports: Sequence[CheckReport]) -> Iterator[Line]:
-    """What trainers do or lack, once for each of them and short; --json and phalanx explain have the rest."""
-    for trainer in dict.fromkeys(one.trainer for one in reports if one.habits):
+    """Yield the default behaviour of each trainer once, in short; `--json` and `phalanx explain` have the details."""
+    for trainer in dict.fromkeys(report.trainer for report in reports if report.habits):
         lines: dict[str, str] = {}
         for report in reports:
-            for one in report.habits if report.trainer == trainer else ():
-                lines.setdefault(f"{one.rule.id} {one.outcome.at}", f"    {one.rule.id}  {one.outcome.what}")
+            for finding in report.habits if report.trainer == trainer else ():
+                lines.setdefault(
+                    f"{finding.rule.id} {finding.outcome.at}", f"    {finding.rule.id}  {finding.outcome.what}"
+                )
         yield "", ""
         yield "info", f"notes about {trainer} itself, the same for every file; no effect on the exit code"
         yield from (("quiet", line) for line in lines.values())
 
 
 def _passed_lines(report: CheckReport) -> Iterator[Line]:
-    for one in report.findings:
-        if one.verdict != "pass":
+    for finding in report.findings:
+        if finding.verdict != "pass":
             continue
-        mark = "ok" if one.outcome.applies else "--"
-        yield "quiet", f"{mark} {one.rule.id} {one.rule.slug}  {one.outcome.what}{_bound_text(one.outcome)}"
+        mark = "ok" if finding.outcome.applies else "--"
+        yield (
+            "quiet",
+            f"{mark} {finding.rule.id} {finding.rule.slug}  {finding.outcome.what}{_bound_text(finding.outcome)}",
+        )
     yield "", ""
 
 
 def _bound_text(outcome: Outcome) -> str:
-    """Value against threshold; yes and no need no figures."""
+    """Return the value against the threshold; empty for booleans and texts."""
     value, limit = outcome.value, outcome.threshold
     if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(limit, int | float):
         return ""
@@ -163,35 +176,40 @@ def _bound_text(outcome: Outcome) -> str:
 
 
 def _by_option(report: CheckReport) -> str:
-    """How many findings an option mends; runs and plans are past mending, other trainers' files are not ours to."""
+    """Return a line with the number of findings that `--fix` can fix; empty where the target cannot be edited.
+
+    Only job files can: not runs, plans, or other trainers' files.
+    """
     if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
-    edits = [one.outcome.edits for one in report.findings if one.verdict == "fail" and one.outcome.edits]
-    safe = sum(all(edit.safe for edit in some) for some in edits)
-    statement = [f"{safe} with --fix"] if safe else []
-    statement += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
-    return f"  fixable: {', '.join(statement)}; --diff shows the edits" if statement else ""
+    edits = [
+        finding.outcome.edits for finding in report.findings if finding.verdict == "fail" and finding.outcome.edits
+    ]
+    safe = sum(all(edit.safe for edit in finding_edits) for finding_edits in edits)
+    options = [f"{safe} with --fix"] if safe else []
+    options += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
+    return f"  fixable: {', '.join(options)}; --diff shows the edits" if options else ""
 
 
 def _basis_text(report: CheckReport) -> str:
-    """What the verdicts rest on, and the money in question."""
-    seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
-    own = len({one.rule.id for one in report.findings if one.rule.origin})
-    mine = f" and {plural(own, 'rule')} of your own" if own else ""
+    """Return a line with the basis of the verdicts and the money at stake."""
+    evidence = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
+    own_count = len({finding.rule.id for finding in report.findings if finding.rule.origin})
+    own_text = f" and {plural(own_count, 'rule')} of your own" if own_count else ""
     devices = f"number of devices not known (taken as {report.scaling})"
     if report.devices:
         devices = f"{plural(report.devices, 'device')} ({report.scaling})"
-    basis = f"  edition {report.edition}{mine}, {report.profile}, {devices}"
+    basis = f"  edition {report.edition}{own_text}, {report.profile}, {devices}"
     stake = total_at_stake(report)
-    statement = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
-    return f"{basis}; evidence: {seen}{statement}"
+    stake_text = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
+    return f"{basis}; evidence: {evidence}{stake_text}"
 
 
-# A report as plain values: what `--json` prints, and the few words that every format shares.
+# Plain values of a report for `--json`, and the phrases that all formats share.
 
 
 def report_dict(report: CheckReport) -> dict[str, Any]:
-    """The JSON form of one report; numbers that JSON has no word for become null."""
+    """Return the JSON form of one report; numbers that JSON cannot express become null."""
     return {
         "edition": report.edition,
         "target": report.target,
@@ -203,15 +221,15 @@ def report_dict(report: CheckReport) -> dict[str, Any]:
         "counts": counts_of(report),
         "errors": report.errors,
         "exit_code": report.exit_code,
-        "findings": [finding_dict(one) for one in report.findings if one.verdict != "habit"],
-        "trainer_notes": [finding_dict(one) for one in report.habits],
+        "findings": [finding_dict(finding) for finding in report.findings if finding.verdict != "habit"],
+        "trainer_notes": [finding_dict(finding) for finding in report.habits],
         "notes": list(report.notes),
         "unmapped": json_values(report.unmapped),
     }
 
 
 def counts_of(report: CheckReport) -> dict[str, int]:
-    """Rules by verdict; those that have nothing to say about this job are no passes."""
+    """Return the number of rules by verdict; rules that do not apply are counted as `exempt`, not as passes."""
     counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
     if report.habits:
         counts["habit"] = report.counts["habit"]
@@ -219,7 +237,7 @@ def counts_of(report: CheckReport) -> dict[str, int]:
 
 
 def finding_dict(finding: Finding) -> dict[str, Any]:
-    """One finding, with every field there."""
+    """Return one finding as a dictionary with all its fields."""
     outcome = finding.outcome
     return {
         "rule": finding.rule.id,
@@ -244,33 +262,33 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
 
 
 def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
-    """Findings as columns of equal length, for a data frame."""
+    """Return findings as columns of equal length, for a data frame."""
     columns: dict[str, Any] = {
-        "rule": lambda one: one.rule.id,
-        "slug": lambda one: one.rule.slug,
-        "verdict": lambda one: one.verdict,
-        "severity": lambda one: one.severity,
-        "what": lambda one: one.outcome.what,
-        "value": lambda one: one.outcome.value,
-        "threshold": lambda one: one.outcome.threshold,
-        "unit": lambda one: one.outcome.unit,
-        "file": lambda one: one.file,
-        "line": lambda one: one.line,
-        "points": lambda one: math.nan if one.outcome.impact.points is None else one.outcome.impact.points,
-        "usd": lambda one: math.nan if one.outcome.impact.usd is None else one.outcome.impact.usd,
-        "fix": lambda one: fix_of(one.outcome),
-        "origin": lambda one: one.rule.origin,
+        "rule": lambda finding: finding.rule.id,
+        "slug": lambda finding: finding.rule.slug,
+        "verdict": lambda finding: finding.verdict,
+        "severity": lambda finding: finding.severity,
+        "what": lambda finding: finding.outcome.what,
+        "value": lambda finding: finding.outcome.value,
+        "threshold": lambda finding: finding.outcome.threshold,
+        "unit": lambda finding: finding.outcome.unit,
+        "file": lambda finding: finding.file,
+        "line": lambda finding: finding.line,
+        "points": lambda finding: math.nan if finding.outcome.impact.points is None else finding.outcome.impact.points,
+        "usd": lambda finding: math.nan if finding.outcome.impact.usd is None else finding.outcome.impact.usd,
+        "fix": lambda finding: fix_of(finding.outcome),
+        "origin": lambda finding: finding.rule.origin,
     }
-    return {name: [read(one) for one in findings] for name, read in columns.items()}
+    return {name: [read(finding) for finding in findings] for name, read in columns.items()}
 
 
 def fix_of(outcome: Outcome) -> str:
-    """What to do, in one line: the rule's own words, else its edits."""
-    return outcome.fix or "; ".join(shown_setting(one) for one in outcome.edits)
+    """Return the fix in one line: the rule's advice, else its edits."""
+    return outcome.fix or "; ".join(shown_setting(edit) for edit in outcome.edits)
 
 
 def shown_setting(edit: Edit) -> str:
-    """An edit as a person types it.
+    """Return an edit as a person types it.
 
     >>> shown_setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
     'checkpoint.interval_s = 1418'
@@ -279,19 +297,20 @@ def shown_setting(edit: Edit) -> str:
 
 
 def as_toml(value: Scalar) -> str:
-    """A value as a job file writes it."""
+    """Return a value as a job file writes it."""
+    # Before numbers: bool is a subclass of int.
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def shown_place(finding: Finding) -> str:
-    """file:line, or the file where no line is known."""
+    """Return file:line, or the file where no line is known."""
     return f"{finding.file}:{finding.line}" if finding.line else finding.file
 
 
 def shown_cost(impact: Impact, job_usd: float | None) -> str:
-    """What a finding costs, in one line; empty where nothing can be told."""
+    """Return the cost of a finding in one line; empty where it is not known."""
     parts = []
     if impact.points is not None and math.isfinite(impact.points):
         parts.append(f"{_points_text(impact.points)} of effective training time")
@@ -299,59 +318,65 @@ def shown_cost(impact: Impact, job_usd: float | None) -> str:
         of = f" of this {format_money(job_usd)} job" if job_usd else ""
         dollars_text = "less than a cent" if 0 < impact.usd < 0.01 else f"about {format_money(impact.usd)}"
         parts.append(f"{dollars_text}{of}")
-    statement = ", ".join(parts)
-    return f"{statement}: {impact.note}" if statement and impact.note else statement or impact.note
+    cost = ", ".join(parts)
+    return f"{cost}: {impact.note}" if cost and impact.note else cost or impact.note
 
 
 def _points_text(points: float) -> str:
-    """Hundredths of the time; tiny ones are said to be so rather than rounded to nothing."""
+    """Return the points with one or two decimals; tiny ones are "below 0.01 points" rather than 0."""
     if 0 < points < 0.01:
         return "below 0.01 points"
     text = f"{points:.1f}" if points >= 1 else f"{points:.2f}"
     return f"{text} point{'s' * (text != '1.0')}"
 
 
-# What a failure costs is told by several rules, each in its own words: notice, restart, redone work, spares.
+# Several rules measure the cost of failures, each a part of it: detection, restart, repeated work, spares.
 BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
-WHOLES = ("EFF",)  # measure all of a kind of loss, of which other rules tell the parts
+# Rules that measure a whole kind of loss, parts of which other rules measure.
+WHOLES = ("EFF",)
 
 
 def total_at_stake(report: CheckReport) -> Impact:
-    """All failures together, no more than everything, and nothing counted twice where that can be told.
+    """Return the total impact of all failing findings, at most everything, without counting a loss twice.
 
-    Rules about failures and checkpoints lose the same seconds: the dearest of them stands for all. The others add up,
-    those that one edit cures as the dearest of them; but a rule that measures the whole stands for its parts where it
-    is dearer.
+    Rules about failures and checkpoints measure the same seconds: only the largest of them counts. The other rules
+    add up; of rules with the same edits only the largest counts. The sum is replaced by a rule that measures the
+    whole loss, if that is larger.
     """
-    bad = [one for one in report.findings if one.verdict == "fail"]
-    points, usd = (_summed_cost(bad, name) for name in ("points", "usd"))
+    failures = [finding for finding in report.findings if finding.verdict == "fail"]
+    points, usd = (_summed_cost(failures, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
     return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
 
 
 def _summed_cost(findings: Sequence[Finding], name: str) -> float | None:
-    by_failures = whole = 0.0
+    by_failures = largest_whole = 0.0
     parts: dict[object, float] = {}
-    costs = [(one, getattr(one.outcome.impact, name)) for one in findings]
-    known = [(one, value) for one, value in costs if value is not None and math.isfinite(value)]
-    for number, (one, value) in enumerate(known):
-        if one.rule.id.startswith(BY_FAILURES):
+    costs = [(finding, getattr(finding.outcome.impact, name)) for finding in findings]
+    known_costs = [(finding, value) for finding, value in costs if value is not None and math.isfinite(value)]
+    for number, (finding, value) in enumerate(known_costs):
+        if finding.rule.id.startswith(BY_FAILURES):
             by_failures = max(by_failures, value)
-        elif one.rule.id.startswith(WHOLES):
-            whole = max(whole, value)
+        elif finding.rule.id.startswith(WHOLES):
+            largest_whole = max(largest_whole, value)
         else:
-            cure = tuple(edit.key for edit in one.outcome.edits) or number
-            parts[cure] = max(value, parts.get(cure, 0.0))
-    return by_failures + max(whole, sum(parts.values())) if known else None
+            edited_keys = tuple(edit.key for edit in finding.outcome.edits) or number
+            parts[edited_keys] = max(value, parts.get(edited_keys, 0.0))
+    return by_failures + max(largest_whole, sum(parts.values())) if known_costs else None
 
 
 def summary_of(report: CheckReport) -> str:
-    """One line with every count."""
+    """Return one line with the counts of all verdicts."""
     counts: Mapping[str, int] = counts_of(report)
-    errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
-    bad = f" ({plural(errors, 'error')})" if errors else ""
-    line = f"{counts['pass']} pass, {counts['fail']} fail{bad}, {counts['unknown']} unknown, {counts['waived']} waived"
-    remarks = sum(is_remark(one) for one in report.findings)
+    errors = len(
+        {finding.rule.id for finding in report.findings if finding.verdict == "fail" and finding.severity == "error"}
+    )
+    error_text = f" ({plural(errors, 'error')})" if errors else ""
+    line = (
+        f"{counts['pass']} pass, {counts['fail']} fail{error_text}, "
+        f"{counts['unknown']} unknown, {counts['waived']} waived"
+    )
+    remarks = sum(is_remark(finding) for finding in report.findings)
     line += f"; {plural(remarks, 'remark')}" if remarks else ""
     line += f"; {plural(counts['habit'], 'rule')} about the trainer" if report.habits else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -1,1 +1,1 @@
-"""A run folder read once, as a stream, into LogFacts."""
+"""Reader of a run folder: streams its event files once and sums them up as `LogFacts`."""

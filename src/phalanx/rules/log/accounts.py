@@ -1,6 +1,7 @@
-"""What the record's own accounts say of a run: ledger, failures, effective time, stragglers, money and energy.
+"""The accounts of a run for the rules: ledger, failures, effective time, stragglers, money and energy.
 
-Nothing is computed twice: this is `phalanx.record.account`, asked once and put into the words of the facts.
+The numbers are those of `phalanx.record.account`, converted to the fields of the facts; nothing is computed a
+second time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """What is known; None where the run's files do not give it."""
+    """The accounts of a run; None where the run's files do not contain them."""
 
     walked: LedgerWalk | None = None
     incidents: tuple[Incident, ...] = ()
@@ -37,9 +38,9 @@ class Account:
 
 
 def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = None) -> Account:
-    """Read what the stream has not kept; a damaged file costs what it would have told, nothing else.
+    """Compute the accounts of a run; a damaged file costs only the numbers that depend on it.
 
-    `passed` is no use when the run has grown since it began.
+    `passed` is the ledger made while the events were streamed; it is not used if the run has grown since.
     """
     try:
         has_grown = history.refresh()
@@ -47,12 +48,12 @@ def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = 
     except TROUBLES:
         return Account()
     try:
-        fell = tuple(read_incidents(run, walked, history.supervisor()))
+        incidents = tuple(read_incidents(run, walked, history.supervisor()))
     except TROUBLES:
-        fell = ()
+        incidents = ()
     return Account(
         walked=walked,
-        incidents=fell,
+        incidents=incidents,
         lowest_hour=_lowest_hour(walked),
         scores=_or_none(lambda: straggler_scores(history)),
         cost=_or_none(lambda: run_cost(run, history, walked.ledger)),
@@ -60,19 +61,19 @@ def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = 
 
 
 def _lowest_hour(walked: LedgerWalk) -> float | None:
-    """The lowest share of an hour that was effective; of the whole, when it was shorter."""
+    """Return the lowest effective share of an hour; of the whole run, when it was shorter."""
     if not walked.ledger.steps or not walked.trail:
         return None
     curve = from_trail(walked.trail)
     if curve.window_s < HOUR_S:
         return walked.ledger.effective
     began_s = walked.trail[0][0]
-    whole = [share for t, share in zip(curve.t, curve.last_hour, strict=True) if t - began_s >= HOUR_S]
-    return min(whole, default=walked.ledger.effective)
+    full_hours = [share for t, share in zip(curve.t, curve.last_hour, strict=True) if t - began_s >= HOUR_S]
+    return min(full_hours, default=walked.ledger.effective)
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """What is read; None where the record is too damaged for it."""
+    """Return what `read` returns; None where the record is too damaged for it."""
     try:
         return read()
     except TROUBLES:
@@ -80,29 +81,31 @@ def _or_none(read: Callable[[], T]) -> T | None:
 
 
 def detect_s(walked: LedgerWalk | None, failures: Sequence[tuple[float, float]], step_s: float | None) -> Spread | None:
-    """From failures to their notice.
+    """Return the seconds from failures until they were noticed.
 
-    A failure falls somewhere into the step that did not end: half a usual step after the last one's end is taken.
+    The exact moment of a failure inside the unfinished step is unknown: half a usual step after the end of the last
+    step is assumed.
     """
     if walked is None:
         return None
-    found = Histogram()
+    delays = Histogram()
+    # Only the newest failures are remembered, so both lists are aligned at their ends.
     newest = walked.recoveries[-len(failures) :] if failures else []
     for recovery, (noticed_s, waited_s) in zip(newest, failures, strict=False):
         gap_s = noticed_s - waited_s - recovery.before_s
-        found.add([max(0.0, gap_s - min(gap_s, 0.5 * (step_s or 0.0)))])
-    return found.spread()
+        delays.add([max(0.0, gap_s - min(gap_s, 0.5 * (step_s or 0.0)))])
+    return delays.spread()
 
 
 def recovery_s(fell: Sequence[Incident]) -> Spread | None:
-    """Of those that were got over."""
-    found = Histogram()
-    found.add([one.recovery_s for one in fell if one.recovery_s is not None])
-    return found.spread()
+    """Return the seconds of recovery, of the incidents after which the run went on."""
+    times = Histogram()
+    times.add([incident.recovery_s for incident in fell if incident.recovery_s is not None])
+    return times.spread()
 
 
 def mfu_of(run: Run, tokens_per_s: float | None) -> float | None:
-    """Of the whole run; None where there is no plan."""
+    """Return the MFU of the whole run; None where there is no plan."""
     try:
         return measured_mfu(run.plan(), tokens_per_s)
     except PhalanxError:

@@ -1,4 +1,4 @@
-"""What ranks must agree on: digests of the weights, steps that were skipped, and the time."""
+"""Comparisons across ranks: digests of the weights, skipped steps, and clocks."""
 
 from __future__ import annotations
 
@@ -15,59 +15,64 @@ from phalanx.record.account.rank_places import AXES
 from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log_facts import DigestFacts
 
-MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
+# Digests that are remembered, about 25 MB; beyond that, those of every second step.
+MOST_HELD = 2**17
 MOST_MEMBERSHIPS = 16_384
-MOST_TIMES = 4_096  # steps of the witness whose time is
-MOST_OFFSETS = 64  # of a rank
-MOST_GAPS = 1_000  # different distances; skipped steps that are compared
-LATE_S = 5.0  # by which clocks of hosts may differ, and more: those that differ by a second are a finding (TEL005)
+# Steps of the observer (the lowest rank on record) whose time is remembered.
+MOST_TIMES = 4_096
+MOST_OFFSETS = 64  # clock offsets per rank
+# Different distances between digests; skipped steps that are compared.
+MOST_GAPS = 1_000
+# Seconds by which clocks of hosts may differ, and more: a difference of a second is already a finding (TEL005).
+LATE_S = 5.0
 
 Key = tuple[int, int]  # generation, step
-Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
+Holder = tuple[int, ...]  # ranks with the same holder hold the same weights
 
 
 class LoggedMemberships:
-    """What the supervisor told of memberships: who holds the same weights, and since when an older one is over."""
+    """The memberships in the supervisor's log: which ranks hold the same weights, and when each membership ended."""
 
     def __init__(self, planned: Mapping[str, Any]) -> None:
-        self._planned = planned  # the plan's layout, where no membership is known
+        self._planned = planned  # the plan's layout, for memberships without a layout
         self._reported: dict[int, Mapping[str, Any]] = {}
         self._generations: list[int] = []
         self._begins: list[float] = []
 
     def tell(self, generation: int, layout: Mapping[str, Any]) -> None:
-        """The layout of a membership."""
+        """Store the layout of a membership."""
         if len(self._reported) < MOST_MEMBERSHIPS:
             self._reported[generation] = layout
 
     def layout(self, generation: int) -> Mapping[str, Any]:
-        """Of a membership; empty where nobody told."""
+        """Return the layout of a membership; empty where none was logged."""
         return self._reported.get(generation, {})
 
     def begin(self, generation: int, time_s: float) -> None:
-        """Its members may go: all of them have left what they did before."""
+        """Note the time at which a membership began: its members have left the previous one."""
         if len(self._generations) < MOST_MEMBERSHIPS and (not self._generations or generation > self._generations[-1]):
             self._generations.append(generation)
             self._begins.append(time_s)
 
     def over_s(self, generation: int) -> float:
-        """When the next membership began."""
+        """Return the time at which the next membership began; infinite if none did."""
         place = bisect_right(self._generations, generation)
         return self._begins[place] if place < len(self._begins) else math.inf
 
     def knows(self, generation: int) -> bool:
-        """Whether there is a layout."""
+        """Return whether there is a layout for a membership."""
         return bool(self._reported.get(generation) or self._planned)
 
     def holder(self, generation: int, rank: int) -> Holder | None:
-        """Whose weights a rank holds; None where no other rank is known to hold the same.
+        """Return the weights that a rank holds as a key; None where no other rank is known to hold the same.
 
-        Along data and context, weights are copies, but for ZeRO and experts, where they are parts. ZeRO of any stage:
-        the weights that a rank updates and digests are its shard (docs/decisions/0010).
+        Along data and context, weights are copies, except with ZeRO and experts, where they are parts. This holds
+        for any ZeRO stage: the weights that a rank updates and digests are its shard (docs/decisions/0010).
         """
         layout = self._reported.get(generation) or self._planned
         if not layout or (integer(layout, "expert") or 1) > 1:
             return None
+        # The place on each axis is a digit of the rank in a mixed radix; the first axis varies fastest.
         places, sizes = {}, {}
         for axis in AXES:
             sizes[axis] = max(1, integer(layout, axis) or 1)
@@ -81,18 +86,20 @@ class LoggedMemberships:
 
 
 class Digests:
-    """Compares what ranks wrote for the same step of the same membership.
+    """Compares the digests that ranks wrote for the same step of the same membership.
 
-    Only weights that several ranks hold are remembered: of a shard that one rank holds there is nothing to compare.
+    Only weights that several ranks hold are remembered: a shard that one rank holds cannot be compared.
     """
 
     def __init__(self) -> None:
-        self._held: dict[Key, dict[Holder, tuple[int, int]]] = {}  # the first rank that said it, and a hash
-        self._count = 0  # of digests in it
-        self._compared: set[Key] = set()  # steps of which two reports met
+        self._held: dict[
+            Key, dict[Holder, tuple[int, int]]
+        ] = {}  # the first rank that reported the digest, and its hash
+        self._count = 0  # number of digests in `_held`
+        self._compared: set[Key] = set()  # steps with reports of two ranks
         self._differing: set[Key] = set()
-        self._gone = (0, 0)  # how many of these were let go of
-        self._mask = 0  # steps are kept whose mixed number has none of these bits
+        self._gone = (0, 0)  # numbers of compared and of differing steps that were dropped
+        self._mask = 0  # steps are kept whose mixed bits have none of these bits set
         self._gaps: Counter[int] = Counter()
         self._last: int | None = None
         self._alone = 0
@@ -111,7 +118,7 @@ class Digests:
         where: LoggedMemberships,
         witness: bool,
     ) -> None:
-        """The steps of a rank that have one."""
+        """Add the digests of one rank."""
         self.is_reported = True
         steps, generations = columns.get("step"), columns.get("epoch")
         for place, digest in enumerate(columns.get("digest")):
@@ -126,21 +133,23 @@ class Digests:
             if holder is None:
                 self._alone += where.knows(generation)
             elif not _mixed_bits(step) & self._mask:
-                said = (rank, hash(digest))  # of 64 bits: a few bytes instead of a hundred
-                self._add_digest((generation, step), holder, said, Spot(file=file, line=lines[place]))
+                # Hash of 64 bits: a few bytes instead of a hundred.
+                report = (rank, hash(digest))
+                self._add_digest((generation, step), holder, report, Spot(file=file, line=lines[place]))
 
     def past(self, count: int, spot: Spot) -> None:
-        """Steps of a membership that was over."""
+        """Count steps of a membership that was over."""
         self.stale += count
         self.stale_spot = self.stale_spot or spot
         self.is_reported = True
 
     def _add_digest(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
-        held = self._held.setdefault(key, {})
-        before = held.get(holder)
-        if before is None or before[0] == said[0]:  # the same rank again: a step that was done again
+        by_holder = self._held.setdefault(key, {})
+        before = by_holder.get(holder)
+        # The same rank again: a step that was repeated.
+        if before is None or before[0] == said[0]:
             self._count += before is None
-            held[holder] = said
+            by_holder[holder] = said
         else:
             self._compared.add(key)
             if before[1] != said[1]:
@@ -150,16 +159,16 @@ class Digests:
             self._forget_half()
 
     def _forget_half(self) -> None:
-        """Every second step; what was compared of them was."""
+        """Drop every second step; the counts of compared steps stay."""
         self._mask = 2 * self._mask + 1
-        gone = {key for key in self._held if _mixed_bits(key[1]) & self._mask}
-        self._count -= sum(len(self._held.pop(key)) for key in gone)
-        self._gone = (self._gone[0] + len(gone & self._compared), self._gone[1] + len(gone & self._differing))
-        self._compared -= gone
-        self._differing -= gone
+        dropped = {key for key in self._held if _mixed_bits(key[1]) & self._mask}
+        self._count -= sum(len(self._held.pop(key)) for key in dropped)
+        self._gone = (self._gone[0] + len(dropped & self._compared), self._gone[1] + len(dropped & self._differing))
+        self._compared -= dropped
+        self._differing -= dropped
 
     def facts(self) -> DigestFacts | None:
-        """None where no rank wrote a digest."""
+        """Return the facts; None where no rank wrote a digest."""
         if not self.is_reported:
             return None
         every = self._gaps.most_common(1)[0][0] if self._gaps else None
@@ -175,19 +184,23 @@ class Digests:
 
 
 def _mixed_bits(step: int) -> int:
-    """Digests come every hundred steps or so: the low bits of the number itself would keep all or none."""
+    """Return well-mixed bits of a step.
+
+    Digests come every hundred steps or so, so the low bits of the step itself would keep all or none.
+    """
+    # Fibonacci hashing: the constant is 2^64 divided by the golden ratio.
     return (step * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFF
 
 
 class Clocks:
-    """How far the clocks of ranks are apart, by the times at which they tell of the same step."""
+    """Estimates how far the clocks of ranks are apart, from the times at which they log the same step."""
 
     def __init__(self) -> None:
         self._times: dict[Key, float] = {}
         self._every = 1
 
     def know(self, columns: EventColumns) -> None:
-        """The witness's times."""
+        """Store the times of the observer, the lowest rank on record."""
         for step, generation, time_s in self._picked_steps(columns):
             self._times[generation, step] = time_s
         while len(self._times) > MOST_TIMES:
@@ -195,13 +208,13 @@ class Clocks:
             self._times = {key: time_s for key, time_s in self._times.items() if key[1] % self._every == 0}
 
     def compare(self, columns: EventColumns, offsets: list[float]) -> None:
-        """Another rank's; what it is ahead by goes into `offsets`."""
+        """Compare another rank's times; the seconds by which it is ahead are added to `offsets`."""
         if len(offsets) >= MOST_OFFSETS:
             return
-        found = ((generation, step, time_s) for step, generation, time_s in self._picked_steps(columns))
+        times = ((generation, step, time_s) for step, generation, time_s in self._picked_steps(columns))
         offsets += [
             time_s - self._times[generation, step]
-            for generation, step, time_s in found
+            for generation, step, time_s in times
             if (generation, step) in self._times
         ]
 
@@ -211,25 +224,28 @@ class Clocks:
         picked = zip(
             steps[first :: self._every], generations[first :: self._every], times[first :: self._every], strict=True
         )
-        # Where steps are missing, others than multiples come: they meet none.
+        # If steps are missing, steps other than multiples appear; they have no counterpart.
         return [(step, generation or 0, time_s) for step, generation, time_s in picked]
 
 
 def clock_skew(offsets: Iterable[Sequence[float]]) -> float | None:
-    """The clock that is farthest from the witness's: a rank's median, since a single step may be told of late."""
-    found = [abs(statistics.median(some)) for some in offsets if some]
-    return max(found, default=None)
+    """Return the largest clock offset from the observer.
+
+    The offset of a rank is a median, since a single step may be logged late.
+    """
+    rank_offsets = [abs(statistics.median(samples)) for samples in offsets if samples]
+    return max(rank_offsets, default=None)
 
 
 def skips_differ(
     skips: Mapping[int, Mapping[Key, Spot]], spans: Mapping[int, Mapping[int, tuple[int, int]]]
 ) -> Spot | None:
-    """A step that one rank skipped and another, that tells of the steps around it, did not."""
-    keys = {key for some in skips.values() for key in some}
+    """Return a step that one rank skipped and another did not, although it logged the steps around it; else None."""
+    keys = {key for rank_skips in skips.values() for key in rank_skips}
     for key in sorted(keys)[:MOST_GAPS]:
-        reported = [rank for rank, span in spans.items() if _spans_step(span, key)]
-        skipped = [rank for rank in reported if key in skips.get(rank, ())]
-        if skipped and len(skipped) < len(reported):
+        reporting_ranks = [rank for rank, span in spans.items() if _spans_step(span, key)]
+        skipped = [rank for rank in reporting_ranks if key in skips.get(rank, ())]
+        if skipped and len(skipped) < len(reporting_ranks):
             return skips[skipped[0]][key]
     return None
 

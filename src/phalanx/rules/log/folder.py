@@ -1,4 +1,4 @@
-"""What the small files of a run folder say: where it came from, and where it listened."""
+"""Reader of the small JSON files of a run folder: provenance, and the addresses that the run listened on."""
 
 from __future__ import annotations
 
@@ -15,44 +15,49 @@ MOST_ADDRESSES = 64
 
 
 def launch_of(run: Run) -> Mapping[str, Any]:
-    """launch.json; empty where it is missing or damaged."""
+    """Return the content of launch.json; empty where the file is missing or damaged."""
     return _read_object(run, "launch.json")
 
 
 def has_provenance(launch: Mapping[str, Any]) -> bool | None:
-    """Whether the launch says which versions ran, and which configuration and code; None where there is no launch.
+    """Return whether the launch record names versions, job digest and code; None without a launch record.
 
-    A package that was installed has no commit: a digest of its files stands for it.
+    An installed package has no commit: a digest of its files replaces it.
     """
     if not launch:
         return None
-    known = at(launch, "provenance")
-    versions = at(known, "versions")
-    code = known.get("commit") or known.get("code")
-    return all((versions.get("phalanx"), known.get("job_digest"), code))
+    provenance = at(launch, "provenance")
+    versions = at(provenance, "versions")
+    code = provenance.get("commit") or provenance.get("code")
+    return all((versions.get("phalanx"), provenance.get("job_digest"), code))
 
 
 def is_job_changed(run: Run, launch: Mapping[str, Any]) -> bool:
-    """Whether job.json is another than the launch says; False where one of them is missing."""
-    reported, job = at(launch, "provenance").get("job_digest"), _read_object(run, "job.json")
-    return bool(reported and job) and reported != job_digest(job)
+    """Return whether job.json differs from the digest in the launch record; False where one of them is missing."""
+    digest, job = at(launch, "provenance").get("job_digest"), _read_object(run, "job.json")
+    return bool(digest and job) and digest != job_digest(job)
 
 
 def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Addresses that the coordinator, the agents, the store and the metrics listened on."""
+    """Return the addresses that coordinator, agents, store and metrics listened on."""
     return tuple(sorted(set(_listen_addresses(run, launch)))[:MOST_ADDRESSES])
 
 
 def _listen_addresses(run: Run, launch: Mapping[str, Any]) -> Iterator[str]:
-    seen = _read_object(run, "coordinator.json")
-    named = launch.get("addresses")
-    yield from (printable(one, most=100) for one in (named if isinstance(named, list) else ()) if isinstance(one, str))
-    go = at(seen, "go")
-    places = [seen.get("address"), go.get("store"), *at(go, "vaults").values(), *at(go, "peers").values()]
-    for number in (0, 1):  # since 0.7: by host and slot, place, address and port of who takes its copies
-        for told in at(_read_object(run, f"coordinator-members-{number}.json"), "peers").values():
-            slots = told.values() if isinstance(told, dict) else ()
-            places += [one[1:] for one in slots if isinstance(one, list)]
+    coordinator = _read_object(run, "coordinator.json")
+    addresses = launch.get("addresses")
+    yield from (
+        printable(address, most=100)
+        for address in (addresses if isinstance(addresses, list) else ())
+        if isinstance(address, str)
+    )
+    go = at(coordinator, "go")
+    places = [coordinator.get("address"), go.get("store"), *at(go, "vaults").values(), *at(go, "peers").values()]
+    # Since 0.7: by host and slot, the position, address and port of the process that takes its copies.
+    for number in (0, 1):
+        for slots_by_index in at(_read_object(run, f"coordinator-members-{number}.json"), "peers").values():
+            slots = slots_by_index.values() if isinstance(slots_by_index, dict) else ()
+            places += [entry[1:] for entry in slots if isinstance(entry, list)]
     for place in places[:10_000]:
         if isinstance(place, list) and place and isinstance(place[0], str):
             yield printable(place[0], most=100)

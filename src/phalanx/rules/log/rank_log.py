@@ -1,4 +1,4 @@
-"""The events of one rank, and those of the supervisor: checked, put in order, and handed to whoever counts them."""
+"""The events of one rank, and those of the supervisor: checked, put in order, and passed to the counters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from phalanx.rules.log.saves import Pending, Restore, Rollback, Saves, restore_o
 from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 
-MOST_SKIPS = 256  # of a rank
+MOST_SKIPS = 256  # skipped steps remembered per rank
 MOST_GENERATIONS = 256
 MOST_S = 1e9  # of a step: 30 years are a damaged number
 STARTS = frozenset(("ready", "run_start"))
-# Kinds without free text, and with many events: only what a writer added to them is looked through for credentials.
+# Kinds with many events and without free text: only fields that a writer added are searched for credentials.
 NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "evaluate"))
 
 
 class Counted:
-    """What all ranks together come to."""
+    """The counters of all ranks together."""
 
     def __init__(self, memberships: LoggedMemberships) -> None:
         self.memberships = memberships
@@ -39,19 +39,22 @@ class Counted:
 
 
 class RankLog:
-    """Takes pieces of one rank's files, in order."""
+    """Reads blocks of one rank's files, in order."""
 
     def __init__(self, rank: int, feed: EventFeed, counted: Counted, *, witness: bool) -> None:
         self.rank, self.feed, self._all, self._is_witness = rank, feed, counted, witness
         self._last_s = 0.0
         self._last_step = -1
-        self._is_begun = True  # a start was told since the last step: the next may be an earlier one
+        # A start was logged since the last step, so the next step may be an earlier one.
+        self._is_begun = True
         self._generation = self._late_generation = -1
-        self.kinds: dict[str, int] = {}  # how many of each known kind
+        self.kinds: dict[str, int] = {}  # number of events of each known kind
         self.states: list[str] = []  # of `run_end`
         self._started = -1  # newest generation of a `run_start`
-        self.begun_again = 0  # `run_start`s of a generation that this rank had begun, or left behind
-        self.spans: dict[int, tuple[int, int]] = {}  # generation to first and last step, while steps follow each other
+        # `run_start`s of a generation that this rank had begun or left.
+        self.begun_again = 0
+        # Generation -> first and last step, while steps follow each other.
+        self.spans: dict[int, tuple[int, int]] = {}
         self.is_whole = True  # no line and no step is missing
         self.skips: dict[Key, Spot] = {}
         self.offsets: list[float] = []
@@ -59,14 +62,15 @@ class RankLog:
         self.telemetry_s: float | None = None
         self.steps = 0
         self.peak_bytes = 0.0
-        self._layout: tuple[Any, dict[str, Any]] | None = None  # ranks and layout of the membership it is in
+        # World size and layout of the present membership.
+        self._layout: tuple[Any, dict[str, Any]] | None = None
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
-        self.passing: LedgerStream | None = None  # who else wants to see the events
+        self.passing: LedgerStream | None = None  # another reader of the same events
 
     def take(self, piece: LineBlock) -> None:
-        """The next lines."""
+        """Add the next lines."""
         batch = self._all.lines.batch(piece)
         if self.passing is not None:
             self.passing.take(batch)
@@ -80,7 +84,7 @@ class RankLog:
             self._take_segment(segment, piece.file)
 
     def _take_segment(self, batch: EventBatch, file: str) -> None:
-        """Events without a start between them: steps go up."""
+        """Add events without a start between them: their steps go up."""
         self._check_times(batch.times, file, batch.lines)
         for kind in batch.kinds:
             columns, lines = batch.columns(kind)
@@ -91,16 +95,16 @@ class RankLog:
                 self._take_kind(kind, columns, lines, file)
 
     def _take_kind(self, kind: str, columns: EventColumns, lines: Sequence[int], file: str) -> None:
-        wrong = self._all.grammar.valid(columns, file, lines)
-        if wrong or set(columns.get("rank")) != {self.rank}:
+        invalid_places = self._all.grammar.valid(columns, file, lines)
+        if invalid_places or set(columns.get("rank")) != {self.rank}:
             events = columns.events
             good = [
                 place
                 for place in range(len(events))
-                if place not in (wrong or ()) and events[place].get("rank") == self.rank
+                if place not in (invalid_places or ()) and events[place].get("rank") == self.rank
             ]
-            strange = len(events) - len(good) - len(wrong or ())
-            if strange:  # events of another rank in this one's file
+            strange = len(events) - len(good) - len(invalid_places or ())
+            if strange:  # events of another rank in this rank's file
                 self._all.grammar.disorder(file, lines[0], strange)
             self.is_whole = False
             for place in set(range(len(events))).difference(good):
@@ -109,7 +113,7 @@ class RankLog:
                 return
             lines = [lines[place] for place in good]
             columns = columns.pick(good)
-        if columns.is_doubted or wrong:
+        if columns.is_doubted or invalid_places:
             columns = columns.whole()
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
         if kind not in NUMBERS:
@@ -126,16 +130,18 @@ class RankLog:
         elif kind == "monitor":
             self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.monitors.take(columns, self.meter)
-            # Counted since the process began: the newest is the most, but for a process that took its place.
-            known = [one for one in columns.get("allocation_retries") if one is not None]
-            if known:
-                self.retries = max(self.retries or 0, *known)
+            # Counted since the process began: the newest value is the largest, except after the process was
+            # replaced.
+            retry_counts = [retries for retries in columns.get("allocation_retries") if retries is not None]
+            if retry_counts:
+                self.retries = max(self.retries or 0, *retry_counts)
         elif kind == "peers":
             self.peer_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.peers.take(columns)
         elif kind == "checkpoint":
             self._all.saves.take(columns, file, lines, self._pending, witness=self._is_witness)
         elif kind == "run_end":
+            # The newest 16, so that memory stays bounded.
             self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
 
     def _take_start(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
@@ -154,7 +160,7 @@ class RankLog:
                 self.restores.append(restore)
 
     def _in_layout(self, world: Any, layout: Mapping[str, Any]) -> None:
-        """Times and memory of another layout say nothing of this one: what is measured is counted anew."""
+        """Reset times and memory when the layout changes, since they do not describe the new one."""
         before, self._layout = self._layout, (world, dict(layout))
         if before in (None, self._layout):
             return
@@ -170,14 +176,16 @@ class RankLog:
             if times[0] >= self._last_s and times == sorted(times):
                 self._last_s = times[-1]
                 return
-        except TypeError:  # one that is no number is told of by the schema
+        except TypeError:
+            # A time that is not a number is reported by the schema check.
             pass
         for time_s, line in zip(times, lines, strict=True):
             if type(time_s) not in (int, float):
                 continue
             if time_s < self._last_s - BACK_S:
                 self._all.grammar.disorder(file, line)
-                self._last_s = time_s  # once for a clock that was set, not for all that follows
+                # Count a clock that was set once, not at every later event.
+                self._last_s = time_s
             self._last_s = max(self._last_s, time_s)
 
     def _take_steps(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
@@ -205,7 +213,7 @@ class RankLog:
             self._all.clocks.compare(columns, self.offsets)
 
     def _ordered_steps(self, steps: Sequence[int], file: str, lines: Sequence[int]) -> list[int]:
-        """Places of the steps that go up: none may go back while nothing says that the run did."""
+        """Return the positions of the steps that go up: a step may not go back unless the run restarted."""
         self.is_whole = False
         keep: list[int] = []
         last = -1 if self._is_begun else self._last_step
@@ -222,41 +230,47 @@ class RankLog:
         for generation in dict.fromkeys(generations):
             first = generations.index(generation)
             last = len(generations) - 1 - generations[::-1].index(generation)
-            known = generation or 0
-            over_s = self._all.memberships.over_s(known) + LATE_S
-            if known < self._generation:
+            generation_number = generation or 0
+            # LATE_S allows for clocks of hosts that differ.
+            over_s = self._all.memberships.over_s(generation_number) + LATE_S
+            if generation_number < self._generation:
                 self._all.digests.past(generations.count(generation), Spot(file=file, line=lines[first]))
             elif times[last] > over_s:
-                late = [place for place, one in enumerate(generations) if one == generation and times[place] > over_s]
-                more = late[
-                    self._late_generation != known :
-                ]  # one may be told late: a process that was stopped was in it
-                self._late_generation = known
-                if more:
-                    self._all.digests.past(len(more), Spot(file=file, line=lines[more[0]]))
-            self._generation = max(self._generation, known)
-            if known in self.spans or len(self.spans) < MOST_GENERATIONS:
-                begin = self.spans.get(known, (steps[first], 0))[0]
-                self.spans[known] = (min(begin, steps[first]), steps[last])
+                late = [
+                    place
+                    for place, step_generation in enumerate(generations)
+                    if step_generation == generation and times[place] > over_s
+                ]
+                # One step may be logged late: the process was stopped inside it.
+                late_places = late[self._late_generation != generation_number :]
+                self._late_generation = generation_number
+                if late_places:
+                    self._all.digests.past(len(late_places), Spot(file=file, line=lines[late_places[0]]))
+            self._generation = max(self._generation, generation_number)
+            if generation_number in self.spans or len(self.spans) < MOST_GENERATIONS:
+                begin = self.spans.get(generation_number, (steps[first], 0))[0]
+                self.spans[generation_number] = (min(begin, steps[first]), steps[last])
 
     def _note_skips(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         skipped = columns.get("skipped")
         if not any(skipped):
             return
         steps, generations = columns.get("step"), columns.get("epoch")
-        for place, one in enumerate(skipped):
-            if one is True and len(self.skips) < MOST_SKIPS:
+        for place, is_skipped in enumerate(skipped):
+            if is_skipped is True and len(self.skips) < MOST_SKIPS:
                 self.skips[generations[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
 
     def _sum_times(self, columns: EventColumns) -> None:
-        """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
+        """Sum the time in steps and the time waiting for other ranks."""
         took, waited = columns.get("duration_s"), columns.get("wait_s")
         self.steps += len(columns)
         try:
             took_s, waited_s = sum(took), sum(waited)
-        except TypeError:  # None; to look for it would take longer than to add up
-            pairs = [(one, other) for one, other in zip(took, waited, strict=True) if None not in (one, other)]
-            took_s, waited_s = sum(one for one, _ in pairs), sum(other for _, other in pairs)
+        except TypeError:  # None among the values; a search for it would take longer than the sum
+            pairs = [
+                (step_s, wait_s) for step_s, wait_s in zip(took, waited, strict=True) if None not in (step_s, wait_s)
+            ]
+            took_s, waited_s = sum(step_s for step_s, _ in pairs), sum(wait_s for _, wait_s in pairs)
         if took_s < MOST_S and waited_s < MOST_S:
             self.took_s += took_s
             self.waited_s += waited_s
@@ -267,7 +281,7 @@ class RankLog:
         self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
 
 
-# What the supervisor told: hosts, memberships, restores, failures and the end.
+# The supervisor's events: hosts, memberships, restores, failures and the end.
 
 
 MOST_TOLD = 4096  # restores and failures that are remembered; the newest
@@ -275,26 +289,26 @@ MOST_HOSTS = 100_000
 
 
 class Supervisor:
-    """Takes the lines of supervisor.jsonl, in order."""
+    """Reads the lines of supervisor.jsonl, in order."""
 
     def __init__(self, known: LoggedMemberships) -> None:
         self._known = known
-        self._hosts: dict[str, bool] = {}  # those that are there: whether they were looked at
+        self._hosts: dict[str, bool] = {}  # hosts of the run -> whether they were checked
         self.kinds: dict[str, int] = {}
         self.memberships = self.preflights = self.refused = self.most_in_a_row = self.world = 0
         self.launches = 0
         self.restores: deque[Restore] = deque(maxlen=MOST_TOLD)
-        # When noticed, and for how long others were waited for.
+        # Time at which each failure was noticed, and the seconds for which others were waited for.
         self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
         self.ended_s: float | None = None  # time of the newest `end`
         self.rollback: Rollback | None = None  # the newest
 
     def take(self, piece: LineBlock, lines: EventParser, grammar: Grammar, secrets: Secrets) -> None:
-        """The next lines."""
-        events, numbers, bad = lines.events(piece)
-        if bad:
-            grammar.unread(piece, bad)
-            secrets.look_at(piece, bad)
+        """Add the next lines."""
+        events, numbers, bad_lines = lines.events(piece)
+        if bad_lines:
+            grammar.unread(piece, bad_lines)
+            secrets.look_at(piece, bad_lines)
         for event, line in zip(events, numbers, strict=True):
             kind = event["event"]
             if kind not in known_kinds():
@@ -336,13 +350,13 @@ class Supervisor:
             self._hosts.pop(name, None)
 
     def _take_membership(self, event: Mapping[str, Any]) -> None:
-        """A host looks at itself when it joins, and again whenever it is asked for ranks of a new membership."""
+        """Count a membership and its preflights: a host checks itself when it joins and before each new membership."""
         members = event.get("members")
-        hosts = {printable(one.get("host"), most=100) for one in members or () if isinstance(one, dict)}
+        hosts = {printable(member.get("host"), most=100) for member in members or () if isinstance(member, dict)}
         self.memberships += 1
         self.preflights += bool(hosts) and all(self._hosts.get(host) for host in hosts)
         self.launches += event.get("reason") == "start"
-        # Ranks of the newest launch: one that was resumed with fewer is a smaller job, one that lost some is not.
+        # Ranks of the newest launch: a run resumed with fewer ranks is a smaller job, a run that lost some is not.
         world = integer(event, "world") or 0
         self.world = world if event.get("reason") == "start" else max(self.world, world)
         generation = integer(event, "epoch")

@@ -1,4 +1,4 @@
-"""Checkpoints: what the ranks told of them, step by step, and what the folder holds."""
+"""Facts about checkpoints: events of the ranks, step by step, and the content of the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from phalanx.rules.log.sums import Histogram
 
 MOST_STEPS = 65_536  # commits that are remembered
 MOST_PENDING = 64
-INTERVAL = "interval"  # the reason of a save that was due
+INTERVAL = "interval"  # the reason of a save that was due by the interval
 NEWEST = 8  # commits whose bytes are added up
-MOST_LISTED = 100_000  # entries of the checkpoint folder that are looked at
+MOST_LISTED = 100_000  # entries of the checkpoint folder that are read
 
-Restore = tuple[int, str, Spot]  # step, source, where it was told
+Restore = tuple[int, str, Spot]  # step, source, place of the event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """The newest roll-back of a run: the generation that found the state untrusted, and what it gave up."""
+    """The newest roll-back of a run: the generation that distrusted the state, and the checkpoints it set aside."""
 
     generation: int
     target: int
@@ -37,21 +37,26 @@ class Rollback:
 
 
 class Pending:
-    """The checkpoints of one rank that are taken and not yet safe."""
+    """The checkpoints of one rank that were staged and are not yet committed."""
 
     __slots__ = ("generation", "last_s", "late", "steps", "unsure")
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
-        self.late: set[int] = set()  # those that another was taken after, before they were safe
+        # Those after which another one was staged before they were committed.
+        self.late: set[int] = set()
         self.generation: Any = None
-        self.last_s: float | None = None  # when the last one was safe, in this membership
-        # Of a record that gives no reasons, what the newest save took: the last of a membership may be a Ctrl-C's.
+        self.last_s: float | None = None  # time of the last commit in this membership
+        # Values of the newest save in a record without reasons: the last save of a membership may be due to a
+        # Ctrl-C.
         self.unsure: list[tuple[Histogram, float]] = []
 
 
 class Saves:
-    """Of all ranks together; counts and intervals are the witness's."""
+    """Checkpoint events of all ranks together.
+
+    Counts and intervals come from the observer, the lowest rank on record.
+    """
 
     def __init__(self) -> None:
         self._stages = self._commits = self._errors = self._unstaged = self._overlapping = 0
@@ -61,19 +66,21 @@ class Saves:
         self._disorder_spot: Spot | None = None
         self._steps: dict[int, None] = {}
         self._bytes: dict[int, float] = {}
-        self._newest_generation = -1  # in which a commit was reported
+        self._newest_generation = -1  # newest generation in which a commit was reported
         self.is_reported = False
 
     def take(self, columns: EventColumns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
-        """Some more of a rank."""
+        """Add checkpoint events of one rank."""
         self.is_reported = True
         for event, line in zip(columns.events, lines, strict=True):
             spot = Spot(file=file, line=line)
-            if event.get("epoch") != pending.generation:  # what a membership had not finished nobody will
+            # Saves that a membership left unfinished are never finished.
+            if event.get("epoch") != pending.generation:
                 pending.steps.clear()
                 pending.late.clear()
                 pending.unsure.clear()
-                pending.last_s = None  # what lies between two memberships is no interval
+                # The time between two memberships is not an interval.
+                pending.last_s = None
                 pending.generation = event.get("epoch")
             if event.get("error"):
                 self._errors += 1
@@ -86,14 +93,16 @@ class Saves:
 
     def _take_stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         self._stages += witness
-        for histogram, value in pending.unsure:  # another one followed: it was not the last
+        # Another save followed, so this was not the last.
+        for histogram, value in pending.unsure:
             histogram.add([value])
         pending.unsure.clear()
         blocked_s = number(event, "blocked_s")
         if blocked_s is not None:
             self._measure_save(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
         if pending.steps:
-            if event.get("reason") in (None, INTERVAL):  # a stop may come while one is being written
+            # A stop may come while a save is being written.
+            if event.get("reason") in (None, INTERVAL):
                 self._overlapping += 1
                 self._disorder_spot = self._disorder_spot or spot
             pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
@@ -121,7 +130,7 @@ class Saves:
     def _measure_save(
         self, event: Mapping[str, Any], pending: Pending, value: float, *, due: Histogram, final: Histogram | None
     ) -> None:
-        """Put what a save took where it belongs, by the reason it was made for."""
+        """Add a duration to the histogram for the reason of the save."""
         reason = event.get("reason")
         if reason is None:
             pending.unsure.append((due, value))
@@ -131,6 +140,7 @@ class Saves:
             final.add([value])
 
     def _remember_size(self, step: int, size: float | None) -> None:
+        # Inserted again at the end, so that the oldest commit is dropped first.
         self._steps.pop(step, None)
         self._steps[step] = None
         if len(self._steps) > MOST_STEPS:
@@ -141,12 +151,14 @@ class Saves:
                 del self._bytes[min(self._bytes)]
 
     def facts(self, run: Run, restores: Sequence[Restore], rollback: Rollback | None = None) -> CheckpointFacts:
-        """What was told, and what is there."""
+        """Return the facts from the events and from the folder."""
         # After a later commit the folder fills up again, and the roll-back explains no gap in it.
         is_recent = rollback is not None and self._newest_generation <= rollback.generation
-        found = Folder(run)
-        known = self._steps.keys() | set(found.steps)
-        lost = [one for one in restores if one[1] == "disk" and one[0] > 0 and one[0] not in known]
+        folder = Folder(run)
+        known_steps = self._steps.keys() | set(folder.steps)
+        uncommitted = [
+            restore for restore in restores if restore[1] == "disk" and restore[0] > 0 and restore[0] not in known_steps
+        ]
         return CheckpointFacts(
             stages=self._stages,
             commits=self._commits,
@@ -163,18 +175,19 @@ class Saves:
             overlapping=self._overlapping,
             disorder_spot=self._disorder_spot,
             restores=sum(source in ("disk", "memory") for _, source, _ in restores),
-            restored_uncommitted=len(lost) if len(self._steps) < MOST_STEPS else 0,
-            restored_spot=lost[0][2] if lost else None,
-            kept=found.kept,
-            incomplete=found.incomplete,
-            free_bytes=found.free_bytes,
+            # Once commits were dropped, a restore without a known commit proves nothing.
+            restored_uncommitted=len(uncommitted) if len(self._steps) < MOST_STEPS else 0,
+            restored_spot=uncommitted[0][2] if uncommitted else None,
+            kept=folder.kept,
+            incomplete=folder.incomplete,
+            free_bytes=folder.free_bytes,
             given_up=rollback.set_aside if rollback is not None and is_recent else (),
             rolled_back_to=rollback.target if rollback is not None and is_recent else None,
         )
 
 
 class Folder:
-    """The folder of the checkpoints now; None where it is not on this machine."""
+    """The checkpoint folder as it is now; None where it is not on this machine."""
 
     def __init__(self, run: Run) -> None:
         self.steps: list[int] = []
@@ -207,15 +220,15 @@ class Folder:
 
 
 def rollback_of(event: Mapping[str, Any]) -> Rollback | None:
-    """A `rollback` event as one; None where it lacks its numbers."""
-    generation, target, given = integer(event, "epoch"), integer(event, "target"), event.get("set_aside")
+    """Return a `rollback` event as a Rollback; None where it lacks its numbers."""
+    generation, target, step_list = integer(event, "epoch"), integer(event, "target"), event.get("set_aside")
     if generation is None or target is None:
         return None
-    steps = tuple(step for step in given if isinstance(step, int)) if isinstance(given, list) else ()
+    steps = tuple(step for step in step_list if isinstance(step, int)) if isinstance(step_list, list) else ()
     return Rollback(generation=generation, target=target, set_aside=steps[:MOST_LISTED])
 
 
 def restore_of(event: Mapping[str, Any], spot: Spot) -> Restore | None:
-    """A `restore` or `ready` event as one; None where it does not say."""
+    """Return step, source and place of a `restore` or `ready` event; None where they are missing."""
     step, source = integer(event, "step"), event.get("source")
     return (step, source, spot) if step is not None and isinstance(source, str) else None

@@ -1,4 +1,4 @@
-"""Credentials in what a run wrote: its events, its ranks' logs and the few files of its folder."""
+"""Search for credentials in what a run wrote: its events, its ranks' logs, and the small files of its folder."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from phalanx.record.events import Event
 from phalanx.record.run import Run
 from phalanx.rules.credential_text import MOST_TEXT, is_secret
 
-# One of these is in every line that can match; most lines have none.
+# A line can match only if it contains one of these words; most lines contain none, which saves the slow patterns.
 _WORDS = (
     b"pass", b"secret", b"token", b"key", b"credential", b"authoriz", b"bearer", b"://", b"akia", b"asia", b"gh",
     b"hf_", b"sk-", b"xox", b"aiza",
 )  # fmt: skip
-MOST_FILE_BYTES = 8 * 2**20  # of one log
-MOST_BYTES = 64 * 2**20  # of all
+MOST_FILE_BYTES = 8 * 2**20  # searched per log
+MOST_BYTES = 64 * 2**20  # searched in all files together
 MOST_FILES = 4096
-MOST_EVENTS = 100_000  # with texts; a run has a few hundred per rank
+# Events with texts that are searched; a run has a few hundred per rank.
+MOST_EVENTS = 100_000
 BLOCK_BYTES = 64 * 2**10
-OVERLAP = 512  # of two parts of a line: longer than any form of a key
-MOST_LINES = 1_000  # that are no events, of a piece
+# Bytes shared by two parts of a long line: longer than any form of a key.
+OVERLAP = 512
+MOST_LINES = 1_000  # lines that are not events, searched per block
 MOST_CLEAN, SHORT_TEXT = 1_000, 200
 _NUMBERS = frozenset((int, float, bool))
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{0,128}")
 
 
 class Secrets:
-    """Counts lines that look like credentials, with the first place."""
+    """Counts lines that look like credentials, with the place of the first one."""
 
     def __init__(self) -> None:
         self.count = 0
         self.spot: Spot | None = None
-        self.is_partial = False  # some of it was not searched
+        self.is_partial = False  # part of the text was not searched
         self._looked = 0
-        self._clean: set[str] = set()  # short texts that are told again and again
+        self._clean: set[str] = set()  # short texts that occur again and again
         self._searched: set[str] = set()  # the same with the names of their fields
         self._files: dict[Path, _Place] = {}
         self._bytes = 0
 
     def look_in(self, events: Sequence[Event], file: str, lines: Sequence[int]) -> None:
-        """The texts of events, the names of their fields included."""
+        """Search the texts of events, with the names of their fields."""
         self._looked += len(events)
         if self._looked > MOST_EVENTS:
             self.is_partial = True
@@ -57,7 +59,7 @@ class Secrets:
                 self._note_spot(Spot(file=file, line=line))
 
     def _gives_away(self, text: str) -> bool:
-        """Whether a text does; those that are told in every event (`event=step`) are searched once."""
+        """Return whether a text contains a credential; texts of every event (`event=step`) are searched once."""
         if text in self._searched:
             return False
         if _is_found(text.encode(errors="replace")):
@@ -67,9 +69,10 @@ class Secrets:
         return False
 
     def look_through(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
-        """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
+        """Search events of numbers: fields that a writer added, and text fields of the schema other than digests."""
         for name in columns.free():
             column = columns.get(name)
+            # Most columns hold few different texts, so distinct values are checked first.
             if all(self._is_known(value) for value in _distinct_values(column)):
                 continue
             for value, line in zip(column, lines, strict=True):
@@ -85,7 +88,7 @@ class Secrets:
         return value is None or type(value) in _NUMBERS
 
     def look_at(self, piece: LineBlock, numbers: Sequence[int]) -> None:
-        """Lines that are no events."""
+        """Search lines that are not events."""
         lines = piece.data.split(b"\n")
         self.is_partial |= len(numbers) > MOST_LINES
         for number in numbers[:MOST_LINES]:
@@ -93,18 +96,18 @@ class Secrets:
                 self._note_spot(Spot(file=piece.file, line=number))
 
     def look_around(self, run: Run, shown: str) -> None:
-        """Logs, errors and the few files of the folder itself; what was looked at before is not again."""
+        """Search logs, errors and the small files of the run folder; parts that were searched before are skipped."""
         for path in _text_files(run):
-            known = self._files.get(path)
-            if self._bytes >= MOST_BYTES or (known is None and len(self._files) >= MOST_FILES):
+            place = self._files.get(path)
+            if self._bytes >= MOST_BYTES or (place is None and len(self._files) >= MOST_FILES):
                 self.is_partial = True
                 return
             try:
                 with open_regular(path) as file:
-                    self._search_file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
+                    self._search_file(file.fileno(), place or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
             except FileNotFoundError:
                 continue
-            except OSError:  # a link, or not ours to read
+            except OSError:  # a link, or not readable by this user
                 self.is_partial = True
 
     def _search_file(self, file: int, place: _Place, path: Path, name: str) -> None:
@@ -116,22 +119,24 @@ class Secrets:
             return
         self._bytes += end - place.seen
         place.seen = end
-        held = b""  # of a line whose end was not read
-        while (left := end - place.offset - len(held)) > 0:
-            block = os.pread(file, min(BLOCK_BYTES, left), end - left)
+        rest = b""  # of a line whose end was not read
+        while (left_bytes := end - place.offset - len(rest)) > 0:
+            block = os.pread(file, min(BLOCK_BYTES, left_bytes), end - left_bytes)
             if not block:  # it became shorter
                 break
-            data = held + block
+            data = rest + block
             stop = data.rfind(b"\n") + 1
             if stop:
                 self._search_lines(data[: stop - 1], place, name)
                 place.offset += stop
-            elif len(data) > BLOCK_BYTES:  # a line without an end, as progress bars draw: in parts that overlap
+            elif len(data) > BLOCK_BYTES:
+                # A line without an end, as progress bars draw: it is searched in parts that overlap.
                 self._search_line(data, place, name)
                 stop = len(data) - OVERLAP
                 place.offset += stop
-            held = data[stop:]
-        self._search_line(held, place, name)  # nobody may ever end it; where somebody does, it is searched again
+            rest = data[stop:]
+        # The line may never end; if it does, it is searched again.
+        self._search_line(rest, place, name)
 
     def _search_lines(self, data: bytes, place: _Place, name: str) -> None:
         may_be = _may_be(data)
@@ -142,7 +147,7 @@ class Secrets:
 
     def _search_line(self, text: bytes, place: _Place, name: str) -> None:
         if not place.is_noted and _is_found(text):
-            place.is_noted = True  # once, however often a part of it is seen
+            place.is_noted = True  # once, however often a part of the line is searched
             self._note_spot(Spot(file=name, line=place.line))
 
     def _note_spot(self, spot: Spot) -> None:
@@ -152,18 +157,19 @@ class Secrets:
 
 @dataclass(kw_only=True, slots=True)
 class _Place:
-    """How far a file was searched."""
+    """The position up to which a file was searched."""
 
-    seen: int = 0  # bytes that were looked at
-    offset: int = 0  # where the line begins that had no end yet
-    line: int = 1  # its number
-    is_noted: bool = False  # and whether it was counted
+    seen: int = 0  # bytes searched so far
+    offset: int = 0  # start of the line whose end was not read yet
+    line: int = 1  # number of that line
+    is_noted: bool = False  # whether that line was counted
 
 
 def _is_found(text: bytes) -> bool:
-    """Whether a line gives something away; a long one is looked at in parts that overlap."""
+    """Return whether a line contains a credential; a long line is searched in parts that overlap."""
     if not _may_be(text):
         return False
+    # Parts overlap so that a key across a boundary is found.
     starts = range(0, max(1, len(text) - OVERLAP), MOST_TEXT - OVERLAP)
     return any(is_secret(text[start : start + MOST_TEXT].decode(errors="replace")) for start in starts)
 
@@ -184,20 +190,25 @@ def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and depth < 8:
-        for key, one in value.items():
-            if one is None or type(one) in _NUMBERS:  # most of what a step tells: not worth a generator each
+        for key, item in value.items():
+            # Most values of a step; not worth a generator each.
+            if item is None or type(item) in _NUMBERS:
                 continue
-            if isinstance(one, str):
-                yield f"{key}={one}"  # the name says what it is
+            if isinstance(item, str):
+                # The name of the field is part of the pattern.
+                yield f"{key}={item}"
             else:
-                yield from _nested_texts(one, depth + 1)
+                yield from _nested_texts(item, depth + 1)
     elif isinstance(value, list) and depth < 8:
-        for one in value[:1000]:
-            yield from _nested_texts(one, depth + 1)
+        for item in value[:1000]:
+            yield from _nested_texts(item, depth + 1)
 
 
 def _text_files(run: Run) -> Iterable[Path]:
-    """What people and libraries write into; `secret` is the run's own, and nobody else may read it."""
+    """Yield the files that users and libraries write into.
+
+    The file `secret` belongs to the run itself and is readable only by its user, so it is left out.
+    """
     yield from (run.path / name for name in ("job.toml", "job.json", "launch.json", "status.json"))
     for folder in ("logs", "errors"):
         try:

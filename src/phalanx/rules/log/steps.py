@@ -1,4 +1,4 @@
-"""Steps as one rank tells of them: how long, how many tokens, what was skipped, what jumped, and the gradient noise."""
+"""Step events of one rank: durations, tokens, skipped steps, jumps, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from phalanx.record.event_schema import EventColumns, Floats
 from phalanx.rules.facts.log_facts import NoiseFacts, StepFacts
 from phalanx.rules.log.sums import Histogram, SeriesSample
 
-WARM_UP = 5  # steps of a membership that no timing counts: NVRx leaves out as many
-MOST_SIZES = 256  # of batches
-DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
-BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
+# First steps of a membership that do not count for timings: NVRx leaves out as many.
+WARM_UP = 5
+MOST_SIZES = 256  # different batch sizes
+# Decay of the running means that jumps are measured against: they cover about 100 steps.
+DECAY = 0.99
+# Values whose running mean is computed at once: dⁿ stays far from 0.
+BLOCK = 512
 SETTLED = 4_096  # steps after which 1 − dⁿ is 1
-FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
+# Steps before the first jump is reported: norms drop fast at the start of a run.
+FIRST = 16
 
 
 class Steps:
-    """Takes the steps of one rank in the order of its file."""
+    """Sums up the steps of one rank in the order of its file."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -39,30 +43,30 @@ class Steps:
         self._noise = NoiseSteps()
 
     def begin_layout(self) -> None:
-        """Another layout: how long its steps take, and of how many tokens, is counted anew."""
+        """Begin a new layout: step durations and batch sizes are counted anew."""
         self._durations, self._drift = Histogram(), SeriesSample()
         self._steady_s = self._data_s = self._tokens_steady = 0.0
         self._sizes: dict[int, int] | None = {}
         self._size_lines: dict[int, Spot] = {}
 
     def begin(self) -> None:
-        """A membership begins: what comes next may be done again."""
+        """Begin a membership: its first steps may be repeats."""
         self._settling = 0
         self._noise.begin()
 
     def take(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
-        """Some more."""
+        """Add step events."""
         steps = columns.get("step")
         self._count(steps)
-        taken_s = columns.floats("duration_s")
-        steady = self._steady_steps(columns, taken_s)
-        self._take_times(columns, taken_s, steady)
+        durations_s = columns.floats("duration_s")
+        steady = self._steady_steps(columns, durations_s)
+        self._take_times(columns, durations_s, steady)
         self._take_batches(columns, file, lines)
         skipped = columns.get("skipped")
         if any(skipped) or self._row:
-            for one in skipped:
-                self._row = self._row + 1 if one is True else 0
-                self._skipped += one is True
+            for is_skipped in skipped:
+                self._row = self._row + 1 if is_skipped is True else 0
+                self._skipped += is_skipped is True
                 self._most_in_row = max(self._most_in_row, self._row)
         self._check_finite(columns, skipped, file, lines)
         self._check_norms(columns, skipped, file, lines)
@@ -81,7 +85,9 @@ class Steps:
         self.last = steps[-1]
 
     def _steady_steps(self, columns: EventColumns, taken_s: Any) -> Any:
-        """Which steps count for timings: not the first of a membership, not those that compiled."""
+        """Return a mask of the steps that count for timings: not the first of a membership, nor those that
+        compiled.
+        """
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
             steady[: WARM_UP - self._settling] = False
@@ -115,7 +121,7 @@ class Steps:
             self._sizes[size] += column.count(size)
 
     def _check_finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
-        """A number that is not finite is written as null, and was not skipped."""
+        """Count steps with a loss or norm that is not finite (written as null) and that were not skipped."""
         for name in ("loss", "grad_norm"):
             column = columns.get(name)
             if not columns.has(name) or not np.isnan(columns.floats(name)).any():
@@ -130,17 +136,17 @@ class Steps:
                 self._not_finite_spot = self._not_finite_spot or Spot(file=file, line=lines[places[0]])
 
     def _check_norms(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
-        """A norm of exactly 0 moves no weight."""
+        """Count steps with a norm of exactly 0, which move no weight."""
         if not columns.has("grad_norm"):
             return
-        still = np.flatnonzero(columns.floats("grad_norm") == 0.0).tolist()
-        places = [place for place in still if skipped[place] is not True]
+        zero_places = np.flatnonzero(columns.floats("grad_norm") == 0.0).tolist()
+        places = [place for place in zero_places if skipped[place] is not True]
         if places:
             self._zero_norm += len(places)
             self._zero_norm_spot = self._zero_norm_spot or Spot(file=file, line=lines[places[0]])
 
     def facts(self) -> StepFacts | None:
-        """None before the first step."""
+        """Return the facts; None before the first step."""
         if self.first is None or self.last is None:
             return None
         early, late = self._drift.median(0.0, 0.25), self._drift.median(0.75, 1.0)
@@ -171,12 +177,12 @@ class Steps:
         )
 
     def noise(self) -> NoiseFacts | None:
-        """None where no step says anything of it."""
+        """Return the facts about gradient noise; None where no step has them."""
         return self._noise.facts()
 
 
 class Jump:
-    """The largest value over its running mean, of steps that were not skipped."""
+    """The largest ratio of a value to its running mean, over steps that were not skipped."""
 
     def __init__(self, field: str) -> None:
         self.field = field
@@ -185,11 +191,14 @@ class Jump:
         self._mean, self._count = 0.0, 0
 
     def take(self, values: Floats, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
-        """Some more values. The running mean of all of them at once: m·dⁿ + (1 − d)·Σ v·dⁿ⁻ⁱ."""
+        """Add values.
+
+        The running mean of all of them is computed at once: m·dⁿ + (1 − d)·Σ v·dⁿ⁻ⁱ.
+        """
         places = np.arange(len(values))
         usual = (values >= 0.0) & (values < 1e150)
         if any(skipped):
-            usual &= np.array([one is not True for one in skipped])
+            usual &= np.array([is_skipped is not True for is_skipped in skipped])
         values, places = values[usual], places[usual]
         for begin in range(0, len(values), BLOCK):
             self._take_block(values[begin : begin + BLOCK], places[begin : begin + BLOCK], file, lines)
@@ -199,6 +208,7 @@ class Jump:
         powers = _decay_powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
         means = powers * (self._mean + (1 - DECAY) * added)
+        # 1 − dⁿ corrects the bias of a running mean that starts at 0, as in Adam.
         weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
         early = max(0, FIRST - self._count)
         ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
@@ -213,7 +223,7 @@ def _is_run(steps: Sequence[int]) -> bool:
 
 
 def _sum_steady(column: Floats, steady: Any) -> float:
-    """Of what can be a number of seconds or tokens."""
+    """Return the sum of the steady values that are plausible as seconds or tokens."""
     values = column[steady]
     return float(values[(values >= 0.0) & (values < 1e15)].sum())
 
@@ -223,21 +233,24 @@ def _decay_powers() -> Floats:
     return np.power(DECAY, np.arange(BLOCK + 1), dtype=np.float64)
 
 
-# The gradient noise scale of a log: how often, how it grew, and whether it is what its parts give.
+# The gradient noise scale of a log: how often it is logged, how it grew, and whether it agrees with its parts.
 
 
-# The trainer's own (train/telemetry/noise.py): decay of the running means, of the size that a step is weighed by, and
-# how many times it a spike is.
+# The same values as in the trainer (train/telemetry/noise.py): decay of the running means, decay of the usual size
+# that weighs a step, and the multiple of that size from which a step is a spike.
 NOISE_DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
-EVERY = (1, 4)  # steps of one estimate: one of four where micro-batches are compared
-MOST_CHECKED = 5_000  # steps that are computed again: what a formula does in as many it does in all
+# Steps per estimate: one of four where micro-batches are compared.
+EVERY = (1, 4)
+# Steps that are computed again: a formula that is right in so many is right in all.
+MOST_CHECKED = 5_000
 KEPT = 512  # steps that a restart may go back by and still be followed
 
-State = tuple[float, float, float]  # running means of trace and squared norm, and the usual size
+# Running means of trace and squared norm, and the usual size.
+State = tuple[float, float, float]
 
 
 class NoiseSteps:
-    """Takes the steps of the witness."""
+    """Sums up the noise scale over the steps of the observer, the lowest rank on record."""
 
     def __init__(self) -> None:
         self._gaps, self._values = Histogram(), SeriesSample()
@@ -248,20 +261,20 @@ class NoiseSteps:
         self._means = [Means(decay=NOISE_DECAY**every) for every in EVERY]
 
     def begin(self) -> None:
-        """A membership begins; the running means go on where its first step was."""
+        """Begin a membership; the running means continue from the state before its first step."""
         self._last_step = None
         for means in self._means:
             means.is_begun = False
 
     def take(self, columns: EventColumns) -> None:
-        """Some more steps."""
+        """Add step events."""
         if not columns.has("noise_scale"):
             return
         steps, scales = columns.get("step"), columns.get("noise_scale")
-        reported = columns.floats("noise_scale")
-        known = ~np.isnan(reported)
-        if known.any():
-            self._take_scales(columns.floats("step")[known], reported[known])
+        noise_scales = columns.floats("noise_scale")
+        is_known = ~np.isnan(noise_scales)
+        if is_known.any():
+            self._take_scales(columns.floats("step")[is_known], noise_scales[is_known])
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
             self._check_scales(columns, steps, scales)
@@ -282,14 +295,15 @@ class NoiseSteps:
                 means.take(step, scale, (trace, squared) if has_parts else None, norm)
 
     def facts(self) -> NoiseFacts | None:
-        """None where the log has no such number."""
+        """Return the facts; None where the log has no noise scale."""
         if not self._count:
             return None
         early = self._values.median(0.1, 0.1)
+        # The log does not contain the trainer's interval: the candidate that fits better counts.
         errors = [means.error for means in self._means if means.compared]
         return NoiseFacts(
             count=self._count,
-            # Steps are whole: a bin of the histogram is not.
+            # Steps are whole numbers; a bin of the histogram is not.
             gap_steps=None if (gap := self._gaps.quantile(0.99)) is None else float(round(gap)),
             last=self._last,
             growth=self._last / early if early and self._last is not None else None,
@@ -299,17 +313,18 @@ class NoiseSteps:
 
 
 class Means:
-    """The quotient computed again, step by step, as the trainer does."""
+    """Recomputes the noise scale from its parts, step by step, as the trainer does."""
 
     def __init__(self, *, decay: float) -> None:
         self._decay = decay
-        self._state: State | None = (0.0, 0.0, 0.0)  # None: lost, by a restart that went back too far
+        # None: lost, by a restart that went back too far.
+        self._state: State | None = (0.0, 0.0, 0.0)
         self._states: deque[tuple[int, State]] = deque(maxlen=KEPT)
         self.is_begun = False
         self.error, self.compared = 0.0, 0
 
     def take(self, step: int, scale: Any, parts: tuple[float, float] | None, norm: Any) -> None:
-        """One step: what it says, and its parts."""
+        """Add one step: its logged noise scale and the parts."""
         if not self.is_begun:
             self._begin_at(step)
         if self._state is None:
@@ -323,7 +338,7 @@ class Means:
             self.error, self.compared = max(self.error, error), self.compared + 1
 
     def _begin_at(self, step: int) -> None:
-        """Go on from the state after the step before, where it is remembered."""
+        """Continue from the state after the preceding step, where it is remembered."""
         self.is_begun = True
         if step > 0:
             self._state = next((state for known, state in reversed(self._states) if known == step - 1), None)
@@ -332,10 +347,10 @@ class Means:
 
     def _add_parts(self, parts: tuple[float, float], size: float) -> None:
         assert self._state is not None
-        trace, squared, usual = self._state
-        usual = usual or size
-        sized = SIZE_DECAY * usual + (1 - SIZE_DECAY) * min(size, SPIKE * usual)
-        if size <= SPIKE * usual:
-            trace = self._decay * trace + (1 - self._decay) * parts[0] / usual
-            squared = self._decay * squared + (1 - self._decay) * parts[1] / usual
+        trace, squared, usual_size = self._state
+        usual_size = usual_size or size
+        sized = SIZE_DECAY * usual_size + (1 - SIZE_DECAY) * min(size, SPIKE * usual_size)
+        if size <= SPIKE * usual_size:
+            trace = self._decay * trace + (1 - self._decay) * parts[0] / usual_size
+            squared = self._decay * squared + (1 - self._decay) * parts[1] / usual_size
         self._state = (trace, squared, sized)

@@ -1,10 +1,10 @@
-"""A run log as a stream: every line of every rank read once, in constant memory, and read on while the run grows.
+"""A run log as a stream: each line of each rank is read once, in constant memory, also while the run grows.
 
-    pieces (feed.py)  →  events (lines.py)  →  columns, checked (shape.py, grammar.py)  →  sums of constant size
+blocks  →  events (record/event_batches.py)  →  checked columns (grammar.py)  →  sums of constant size
 
-Of a rank that many others stand beside, little is kept: about a kilobyte. Of the witness, the lowest rank that has a
-record, also how its steps went. What needs the order of time over all of them (the ledger, failures) is the record's
-own (accounts.py).
+About a kilobyte is kept per rank. For the observer, the lowest rank on record, the sums over its steps are kept
+too. Numbers that need the order of time over all ranks (ledger, failures) come from the record's accounts
+(accounts.py).
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from phalanx.rules.log.agreement import LoggedMemberships, clock_skew, skips_dif
 from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
 from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
-TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
+# Bytes read of a rank before the next one has its turn, where there is a budget.
+TURN_BYTES = 32 * 2**20
 MOST_MISSING = 4096
-# Of more than MANY_RANKS ranks not all events are read: 16,384 hosts x 10,000 steps are 75 GB.
+# Of more than MANY_RANKS ranks, only some events are read: 16,384 hosts x 10,000 steps are 75 GB.
 MANY_BYTES, LEAST_READ = 8 * 2**20, 2
-MOST_WORLD = 10_000_000  # files of events have names for as many
-# The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
+MOST_WORLD = 10_000_000  # limit of the numbers in names of event files
+# The ledger is computed again when the run has grown by this share, so that a look at a long run every second is
+# cheap.
 AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
-# What a log must have, beside the steps themselves.
+# Events that a log must have, in addition to the steps themselves.
 BEGINS, REPORTED, ENDS = "run_start", ("epoch", "restore"), "run_end"
 
 Progress = Callable[[int, int], None]
 
 
 class LogStream:
-    """`refresh`, then `facts`; again and again while a run goes on."""
+    """Reads a run log: call `refresh`, then `facts`, repeatedly while the run continues."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -63,35 +65,36 @@ class LogStream:
 
     @property
     def bytes_read(self) -> int:
-        """So far."""
+        """The number of bytes read so far."""
         return self._tally.read_bytes
 
     @property
     def bytes_left(self) -> int:
-        """That are there and were not read."""
+        """The number of bytes that exist and were not read."""
         self._list_folder()
-        return self._supervisor.left_bytes + sum(one.feed.left_bytes for one in self._ranks.values())
+        return self._supervisor.left_bytes + sum(rank_log.feed.left_bytes for rank_log in self._ranks.values())
 
     def _list_folder(self) -> None:
-        """The folder, once for all ranks: each for itself would list a thousand files a thousand times."""
+        """List the folder once for all ranks; one listing per rank would read a thousand files a thousand times."""
         parts = self.run.event_parts()
-        for rank, one in self._ranks.items():
-            one.feed.closed = parts.get(rank, [])
+        for rank, rank_log in self._ranks.items():
+            rank_log.feed.closed = parts.get(rank, [])
 
     def refresh(self, budget_bytes: int | None = None, *, progress: Progress | None = None) -> bool:
-        """Read what is new, no more than about `budget_bytes`; whether there was anything."""
+        """Read new events, at most about `budget_bytes`. Returns whether there were any."""
         before = self.bytes_read
         self._recorded = list(self.run.recorded())
-        found = self._read_ranks(self._recorded)
-        if self._ranks and found and found[0] < min(self._ranks):
-            self._begin_reading()  # a lower rank has come: it is the witness, of all its steps
-        # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
-        at_once = budget_bytes is None and not self._ranks and found and is_run_over(self.run)
-        passing = LedgerStream.of(self.run, self._history, found[0]) if at_once else None
-        for rank in found:
+        ranks_to_read = self._read_ranks(self._recorded)
+        if self._ranks and ranks_to_read and ranks_to_read[0] < min(self._ranks):
+            # A lower rank has appeared: it becomes the observer, and its steps are read from the first.
+            self._begin_reading()
+        # For a finished run that is read at once, the ledger is made while the observer's events stream by.
+        at_once = budget_bytes is None and not self._ranks and ranks_to_read and is_run_over(self.run)
+        passing = LedgerStream.of(self.run, self._history, ranks_to_read[0]) if at_once else None
+        for rank in ranks_to_read:
             if rank not in self._ranks:
                 feed = EventFeed(self.run.events(rank), self._shown, tally=self._tally)
-                self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
+                self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == ranks_to_read[0])
         self._pass_on(passing)
         self._list_folder()
         for piece in self._supervisor.pieces(budget_bytes):
@@ -100,16 +103,18 @@ class LogStream:
         return self.bytes_read != before
 
     def _read_ranks(self, recorded: list[int]) -> list[int]:
-        """The ranks whose events are read: all, or of very many as many as MANY_BYTES hold, evenly spread."""
+        """Return the ranks whose events are read: all, or, of very many, as many as MANY_BYTES allows, evenly
+        spread.
+        """
         if len(recorded) <= MANY_RANKS:
             return recorded
         if len(self._ranks) > 1:  # chosen before, when the run was shorter
             return list(self._ranks)
-        one = max(1, EventFeed(self.run.events(recorded[0]), "").left_bytes)
-        return list(spread_ranks(recorded, min(max(LEAST_READ, MANY_BYTES // one), len(recorded))))
+        rank_bytes = max(1, EventFeed(self.run.events(recorded[0]), "").left_bytes)
+        return list(spread_ranks(recorded, min(max(LEAST_READ, MANY_BYTES // rank_bytes), len(recorded))))
 
     def _pass_on(self, passing: LedgerStream | None) -> None:
-        """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
+        """Pass the observer's events, from the first on, to a ledger; ends the passing to an earlier one."""
         self._passing = passing
         for place, rank in enumerate(self._ranks.values()):
             rank.passing = passing if place == 0 else None
@@ -117,15 +122,15 @@ class LogStream:
     def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
         total = self.bytes_read + self.bytes_left if progress is not None else 0
         for rank in self._rank_turns(before, budget_bytes):
-            left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
-            for piece in rank.feed.pieces(left):
+            rank_budget = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
+            for piece in rank.feed.pieces(rank_budget):
                 with gc_paused():
                     rank.take(piece)
                 if progress is not None:
                     progress(self.bytes_read, total)
 
     def _rank_turns(self, before: int, budget_bytes: int | None) -> Iterator[RankLog]:
-        """Every rank once; with a budget, again and again as long as it lasts, those first that are behind."""
+        """Yield every rank once; with a budget, in turns until it is used up, while unread events remain."""
         ranks = list(self._ranks.values())
         if budget_bytes is None:
             yield from ranks
@@ -135,31 +140,31 @@ class LogStream:
             for rank in ranks:
                 if self.bytes_read - before >= budget_bytes:
                     return
-                seen = rank.feed.read_bytes
+                read_before = rank.feed.read_bytes
                 yield rank
-                if rank.feed.read_bytes > seen and rank.feed.left_bytes:
+                if rank.feed.read_bytes > read_before and rank.feed.left_bytes:
                     waiting.append(rank)
             ranks = waiting
 
     # ---- facts -------------------------------------------------------------------------------------------------------
 
     def facts(self) -> LogFacts:
-        """Everything the rules ask, as far as the run was read."""
-        ended = is_run_over(self.run)
-        known = self._run_accounts(ended=ended)
+        """Return all facts about the part of the run that was read."""
+        is_over = is_run_over(self.run)
+        account = self._run_accounts(ended=is_over)
         steps = self._step_facts()
         launch = launch_of(self.run)
         self._all.secrets.look_around(self.run, self._shown)
-        reported = self._reported if self._supervisor.read_bytes else None
-        walked = known.walked
+        supervisor = self._reported if self._supervisor.read_bytes else None
+        walked = account.walked
         step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
         text = self.run.status().get("message", "")
         lines = str(text).splitlines() if isinstance(text, str) else []
-        made = LogFacts(
+        facts = LogFacts(
             run=self.run.name,
             folder=self._shown,
             state=printable(self.run.status().get("state", ""), most=40),
-            is_over=ended,
+            is_over=is_over,
             message=printable(lines[0], most=200) if lines else "",
             world=min(self._world_size(), MOST_WORLD),
             ranks=tuple(self._recorded),
@@ -169,67 +174,69 @@ class LogStream:
             steps=steps,
             digests=self._all.digests.facts(),
             noise=self._all.steps.noise(),
-            memberships=(reported.memberships if reported else None) or (walked.ledger.formations if walked else None),
-            preflights=reported.preflights if reported and reported.memberships else None,
-            refused_hosts=reported.refused if reported else 0,
-            incidents=known.incidents,
-            detect_s=accounts.detect_s(walked, reported.failures if reported else (), step_s),
-            recovery_s=accounts.recovery_s(known.incidents),
-            most_in_a_row=reported.most_in_a_row if reported else 0,
+            memberships=(supervisor.memberships if supervisor else None)
+            or (walked.ledger.formations if walked else None),
+            preflights=supervisor.preflights if supervisor and supervisor.memberships else None,
+            refused_hosts=supervisor.refused if supervisor else 0,
+            incidents=account.incidents,
+            detect_s=accounts.detect_s(walked, supervisor.failures if supervisor else (), step_s),
+            recovery_s=accounts.recovery_s(account.incidents),
+            most_in_a_row=supervisor.most_in_a_row if supervisor else 0,
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
-            lowest_hour=known.lowest_hour,
+            lowest_hour=account.lowest_hour,
             imbalance=self._rank_imbalance(),
             telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu_of(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )
-        return self._with_accounts(self._with_measurements(made), known, launch)
+        return self._with_accounts(self._with_measurements(facts), account, launch)
 
     def _world_size(self) -> int:
-        """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
-        reported = self._reported.world if self._supervisor.read_bytes else 0
-        return max(self.run.world() or 0, reported or len(self._recorded))
+        """Return the number of ranks of the newest launch; without a supervisor, of all ranks on record."""
+        reported_world = self._reported.world if self._supervisor.read_bytes else 0
+        return max(self.run.world() or 0, reported_world or len(self._recorded))
 
     def _with_measurements(self, made: LogFacts) -> LogFacts:
-        """What devices, neighbours and checkpoints say."""
+        """Add the facts about devices, neighbours and checkpoints."""
         ranks = self._ranks.values()
-        retries = [one.retries for one in ranks if one.retries is not None]
+        retries = [rank_log.retries for rank_log in ranks if rank_log.retries is not None]
         restores = (self._reported.restores if self._supervisor.read_bytes else None) or [
-            restore for one in ranks for restore in one.restores
+            restore for rank_log in ranks for restore in rank_log.restores
         ]
         has_saves = self._all.saves.is_reported or restores
         world = self._world_size()
         return replace(
             made,
             monitor=self._all.monitors.facts(
-                [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
-                peak=max((one.peak_bytes for one in ranks if one.rank < world), default=0.0),
+                [rank_log.monitor_gaps for rank_log in ranks if "monitor" in rank_log.kinds],
+                peak=max((rank_log.peak_bytes for rank_log in ranks if rank_log.rank < world), default=0.0),
                 retries=sum(retries) if retries else None,
-                energy_j=sum(one.meter.energy_j for one in ranks) * len(self._recorded) / max(1, len(ranks)),
+                # Scaled to all ranks where only some were read.
+                energy_j=sum(rank_log.meter.energy_j for rank_log in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
-            peers=self._all.peers.facts([one.peer_gaps for one in ranks if "peers" in one.kinds]),
+            peers=self._all.peers.facts([rank_log.peer_gaps for rank_log in ranks if "peers" in rank_log.kinds]),
             checkpoints=self._all.saves.facts(self.run, restores, self._reported.rollback)
             if has_saves or made.steps is not None
             else None,
         )
 
     def _with_accounts(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
-        """Stragglers, money and energy, and the grammar, which looks at all the others."""
-        scored = known.scores
+        """Add stragglers, money and energy, and last the grammar, which uses all other facts."""
+        scores = known.scores
         paid = known.cost
         return replace(
             made,
-            stragglers=scored.named if scored is not None else (),
-            straggler_scores=len(scored.score) if scored is not None and scored.score else None,
+            stragglers=scores.named if scores is not None else (),
+            straggler_scores=len(scores.score) if scores is not None and scores.score else None,
             usd=paid.usd if paid is not None else None,
             energy_j=paid.energy_j if paid is not None else None,
             grammar=self._grammar_facts(made, launch),
         )
 
     def _run_accounts(self, *, ended: bool) -> accounts.Account:
-        """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
+        """Return the accounts; they are not computed again for a run in progress that has hardly grown."""
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
@@ -240,49 +247,58 @@ class LogStream:
 
     def _step_facts(self) -> StepFacts | None:
         ranks = self._ranks.values()
-        found = self._all.steps.facts()
-        if found is None:
+        facts = self._all.steps.facts()
+        if facts is None:
             return None
-        whole = {one.rank: one for one in ranks if one.is_whole and one.spans}
-        skips = {rank: one.skips for rank, one in whole.items() if one.skips}
-        differ = skips_differ(skips, {rank: one.spans for rank, one in whole.items()}) if skips else None
-        return replace(found, skips_differ=differ)
+        complete = {rank_log.rank: rank_log for rank_log in ranks if rank_log.is_whole and rank_log.spans}
+        skips = {rank: rank_log.skips for rank, rank_log in complete.items() if rank_log.skips}
+        differ = skips_differ(skips, {rank: rank_log.spans for rank, rank_log in complete.items()}) if skips else None
+        return replace(facts, skips_differ=differ)
 
     def _telemetry_share(self) -> float | None:
-        """Of the time in steps, what telemetry held the training up by; of the ranks that tell."""
-        telling = [(one.telemetry_s, one.took_s) for one in self._ranks.values() if one.telemetry_s is not None]
-        took_s = sum(took_s for _, took_s in telling)
-        return sum(spent_s for spent_s, _ in telling) / took_s if took_s else None
+        """Return the share of the step time in which telemetry delayed the training, over the ranks that log it."""
+        reports = [
+            (rank_log.telemetry_s, rank_log.took_s)
+            for rank_log in self._ranks.values()
+            if rank_log.telemetry_s is not None
+        ]
+        took_s = sum(took_s for _, took_s in reports)
+        return sum(spent_s for spent_s, _ in reports) / took_s if took_s else None
 
     def _rank_imbalance(self) -> float | None:
-        """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
+        """Return the slowest rank's own step time over the mean of ranks with the same work, in the worst group."""
         world = self._world_size()
-        there = [one for one in self._ranks.values() if one.rank < world]
-        own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
-        known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
+        present = [rank_log for rank_log in self._ranks.values() if rank_log.rank < world]
+        own_times_s = {
+            rank_log.rank: (rank_log.took_s - rank_log.waited_s) / rank_log.steps
+            for rank_log in present
+            if rank_log.steps
+        }
+        positive_times_s = {rank: own_s for rank, own_s in own_times_s.items() if own_s > 0.0}
+        # Only ranks with the same work are compared: stages of a pipeline differ by design.
         where = rank_places({"layout": _plan_layout(self.run)}, self._history.supervisor())
-        groups = [[known[rank] for rank in group] for group in where.same_work(sorted(known))]
+        groups = [[positive_times_s[rank] for rank in group] for group in where.same_work(sorted(positive_times_s))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
 
     # ---- grammar -----------------------------------------------------------------------------------------------------
 
     def _grammar_facts(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
-        all_ = self._all.grammar
-        bad, spot = self._damaged_lines(ended=made.is_over)
+        grammar = self._all.grammar
+        damaged, spot = self._damaged_lines(ended=made.is_over)
         missing, repeated = self._wrong_occurrences(made)
         return GrammarFacts(
-            unreadable=all_.unreadable + bad,
-            unreadable_spot=all_.unreadable_spot or spot,
-            invalid=all_.invalid,
-            invalid_spot=all_.invalid_spot,
-            invalid_text=all_.invalid_text,
-            unknown_kinds=dict(all_.unknown),
+            unreadable=grammar.unreadable + damaged,
+            unreadable_spot=grammar.unreadable_spot or spot,
+            invalid=grammar.invalid,
+            invalid_spot=grammar.invalid_spot,
+            invalid_text=grammar.invalid_text,
+            unknown_kinds=dict(grammar.unknown),
             missing=missing,
             repeated=repeated,
-            out_of_order=all_.out_of_order,
-            out_of_order_spot=all_.out_of_order_spot,
+            out_of_order=grammar.out_of_order,
+            out_of_order_spot=grammar.out_of_order_spot,
             unclosed=self._unclosed_failures(made),
-            skew_s=clock_skew(one.offsets for one in self._ranks.values()),
+            skew_s=clock_skew(rank_log.offsets for rank_log in self._ranks.values()),
             ranks_missing=self._missing_ranks(made),
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
@@ -292,56 +308,61 @@ class LogStream:
         )
 
     def _damaged_lines(self, *, ended: bool) -> tuple[int, Spot | None]:
-        """Lines that were too long, files that are none, and last lines that nobody will complete."""
-        feeds = [self._supervisor, *(one.feed for one in self._ranks.values())]
+        """Return the number of damaged lines and the first place: too long, in unusable files, or cut at the end."""
+        feeds = [self._supervisor, *(rank_log.feed for rank_log in self._ranks.values())]
         torn = [feed for feed in feeds if ended and feed.is_torn]
         spots = [feed.bad_spot for feed in feeds if feed.bad_spot is not None] + [feed.here for feed in torn]
         return sum(feed.bad for feed in feeds) + len(torn), spots[0] if spots else None
 
     def _wrong_occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What must be there once, or at least once; what a run that goes on will still tell is not missing yet."""
+        """Return the events that are missing and those that occur too often.
+
+        Events that a run in progress will still write are not missing yet.
+        """
         missing, repeated = [], []
-        ranks, reported = list(self._ranks.values()), self._reported.kinds
-        begun = made.steps is not None or made.is_over
-        ended = made.is_over and not made.bytes_left
+        ranks, event_counts = list(self._ranks.values()), self._reported.kinds
+        has_begun = made.steps is not None or made.is_over
+        is_read = made.is_over and not made.bytes_left
         if not ranks and made.is_over:
             missing.append("events of any rank")
-        if any(BEGINS not in one.kinds for one in ranks if "step" in one.kinds or ended):
+        if any(BEGINS not in rank_log.kinds for rank_log in ranks if "step" in rank_log.kinds or is_read):
             missing.append(BEGINS)
-        if self._supervisor.read_bytes and begun:
-            missing += [kind for kind in REPORTED if kind not in reported]
-        if ended and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
+        if self._supervisor.read_bytes and has_begun:
+            missing += [kind for kind in REPORTED if kind not in event_counts]
+        if is_read and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
             missing.append(ENDS)
-        if ended and self._supervisor.read_bytes and "end" not in reported:
+        if is_read and self._supervisor.read_bytes and "end" not in event_counts:
             missing.append("end")
+        # A resumed run has an end per launch.
         starts = max(1, self._reported.launches)
-        if reported.get("end", 0) > starts:
+        if event_counts.get("end", 0) > starts:
             repeated.append("end")
-        if any(one.states.count("done") > starts for one in ranks):
+        if any(rank_log.states.count("done") > starts for rank_log in ranks):
             repeated.append(ENDS)
-        if self._supervisor.read_bytes and any(
-            one.begun_again for one in ranks
-        ):  # no membership has another's generation
+        # Memberships differ in generation, so a rank never starts one twice.
+        if self._supervisor.read_bytes and any(rank_log.begun_again for rank_log in ranks):
             repeated.append(BEGINS)
         return tuple(missing), tuple(repeated)
 
     def _missing_ranks(self, made: LogFacts) -> tuple[int, ...]:
-        """Ranks without a record while others have steps; before those, they may still come."""
+        """Return the ranks without a record; before the first step they may still appear."""
         if made.steps is None and not made.is_over:
             return ()
-        there = set(self._recorded)
-        return tuple(islice((rank for rank in range(made.world) if rank not in there), MOST_MISSING))
+        recorded = set(self._recorded)
+        return tuple(islice((rank for rank in range(made.world) if rank not in recorded), MOST_MISSING))
 
     def _unclosed_failures(self, made: LogFacts) -> int:
-        """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""
+        """Return the number of failures without a later step or end; 0 while the run continues."""
         if not made.is_over:
             return 0
         ended_s = self._reported.ended_s
-        return sum(one.recovery_s is None and (ended_s is None or ended_s < one.t) for one in made.incidents)
+        return sum(
+            incident.recovery_s is None and (ended_s is None or ended_s < incident.t) for incident in made.incidents
+        )
 
 
 def read_log(run: Run, *, progress: Progress | None = None) -> LogFacts:
-    """Everything the rules ask of a run."""
+    """Read the whole log of a run and return its facts."""
     stream = LogStream(run)
     stream.refresh(progress=progress)
     return stream.facts()

@@ -1,1 +1,1 @@
-"""Files of the htsim family of simulators (Broadcom/csg-htsim, ultraethernet/uet-htsim): read and written."""
+"""Read and write files of the htsim family of simulators (Broadcom/csg-htsim, ultraethernet/uet-htsim)."""

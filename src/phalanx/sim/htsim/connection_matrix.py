@@ -1,4 +1,7 @@
-"""A file of words, line by line, from somebody else: bounded, and every mistake with its file and line."""
+"""Connection matrices of htsim: read and write `.cm` files, after a reader for bounded text files.
+
+The files come from other programs, so their size is bounded and every mistake is reported with its file and line.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from phalanx.io.files import FileTooLargeError, read_bounded
 from phalanx.sim.packets.start_times import NONE, Schedule
 from phalanx.sim.traffic_matrix import Flows
 
-DIGITS = 15  # beyond these a number is a slip
+DIGITS = 15  # longer numbers are taken for typing errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLine:
-    """The words of a line, and where it stands."""
+    """The words of a line, with its file and line number."""
 
     path: Path
     number: int
@@ -28,15 +31,18 @@ class MatrixLine:
 
     @property
     def where(self) -> str:
-        """`file:line`."""
+        """The place of the line as `file:line`."""
         return f"{self.path}:{self.number}"
 
     def wrong(self, what: str, *, why: str = "", fix: str = "") -> UserError:
-        """A mistake in this line."""
+        """Return the error for a mistake in this line."""
         return mistake(self.where, what, why=why, fix=fix)
 
     def whole(self, at: int, *, least: int = 0, most: int = 10**DIGITS) -> int:
-        """The word at a place as a whole number."""
+        """Return the word at index `at` as a whole number.
+
+        Raises UserError if it is missing, malformed or out of range.
+        """
         name = self.words[at - 1]
         if at >= len(self.words):
             raise self.wrong(f'"{name[:40]}" has no number', fix=f"write {name[:40]} {max(least, 1)}")
@@ -48,21 +54,21 @@ class MatrixLine:
         return int(text)
 
     def unknown(self, word: str, known: Iterable[str]) -> UserError:
-        """A word that the format does not have."""
+        """Return the error for a word that the format does not have."""
         near, choices = nearest(word, known), ", ".join(known)
         return self.wrong(f'there is no "{word[:40]}"', fix=f"did you mean {near}?" if near else f"use {choices}")
 
 
 def read_lines(path: Path, *, most_bytes: int) -> list[MatrixLine]:
-    """Lines with words, without comments; raises UserError for what is no such file."""
-    found: list[MatrixLine] = []
+    """Return the lines with words, without comments; raises UserError for an unreadable or empty file."""
+    lines: list[MatrixLine] = []
     for number, text in enumerate(_read_matrix(path, most_bytes).splitlines(), start=1):
         words = tuple(text.split("#", 1)[0].split())
         if words:
-            found.append(MatrixLine(path=path, number=number, words=words))
-    if not found:
+            lines.append(MatrixLine(path=path, number=number, words=words))
+    if not lines:
         raise mistake(str(path), "is empty", fix="a .topo and a .cm begin with Nodes N")
-    return found
+    return lines
 
 
 def _read_matrix(path: Path, most_bytes: int) -> str:
@@ -71,8 +77,8 @@ def _read_matrix(path: Path, most_bytes: int) -> str:
     except FileTooLargeError as error:
         raise mistake(str(path), str(error), fix="check the path") from None
     except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or str(error)
-        raise mistake(str(path), f"cannot be read: {what[:120]}", fix="check the path and its permissions") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise mistake(str(path), f"cannot be read: {reason[:120]}", fix="check the path and its permissions") from None
     try:
         return raw.decode("ascii")
     except UnicodeDecodeError as error:
@@ -80,9 +86,8 @@ def _read_matrix(path: Path, most_bytes: int) -> str:
         raise mistake(f"{path}:{line}", "is not plain text", fix="name a .topo or .cm file") from None
 
 
-# A `.cm` file of htsim (a connection matrix): who sends how much to whom, when, and after whom.
-#
-# Read as connection_matrix.cpp of Broadcom/csg-htsim reads it. Start times are picoseconds there.
+# A `.cm` file of htsim (a connection matrix): the sender, receiver, size and start of each transfer.
+# It is interpreted as by connection_matrix.cpp of Broadcom/csg-htsim, where start times are in picoseconds.
 
 
 MOST_BYTES = 64 << 20  # 1.4 million connections
@@ -95,7 +100,7 @@ WORDS = ("id", "start", "size", "trigger", "send_done_trigger", "recv_done_trigg
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """One transfer; 0 is no number, and without a `start_ps` a trigger starts it."""
+    """One transfer; numbers are 0 where absent. A connection without `start_ps` is started by a trigger."""
 
     source: int
     target: int
@@ -103,14 +108,15 @@ class Connection:
     ident: int = 0
     start_ps: float | None = 0.0
     trigger: int = 0
-    send_done: int = 0  # triggers that it pulls
+    # Triggers that the connection fires when the sender or the receiver is done.
+    send_done: int = 0
     recv_done: int = 0
     priority: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trigger:
-    """Starts connections once or often, or when `count` others are done."""
+    """A trigger: starts connections one at a time or all at once, or when `count` others are done (barrier)."""
 
     ident: int
     kind: str
@@ -119,7 +125,7 @@ class Trigger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadLink:
-    """A dead link of a switch; of AGG it is an uplink."""
+    """A dead link of a switch; of an AGG switch it is an uplink."""
 
     switch: str
     number: int
@@ -128,7 +134,7 @@ class DeadLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A whole file."""
+    """The contents of a whole file."""
 
     nodes: int
     connections: tuple[Connection, ...]
@@ -136,71 +142,79 @@ class Matrix:
     failures: tuple[DeadLink, ...] = ()
 
     def flows(self) -> Flows:
-        """The connections as flows."""
+        """Return the connections as flows."""
         return Flows(
-            source=np.array([one.source for one in self.connections], dtype=np.int64),
-            target=np.array([one.target for one in self.connections], dtype=np.int64),
-            nbytes=np.array([one.nbytes for one in self.connections], dtype=np.float64),
+            source=np.array([connection.source for connection in self.connections], dtype=np.int64),
+            target=np.array([connection.target for connection in self.connections], dtype=np.int64),
+            nbytes=np.array([connection.nbytes for connection in self.connections], dtype=np.float64),
         )
 
     def failed(self) -> tuple[str, ...]:
-        """Failures of AGG uplinks in the words of `phalanx fabric simulate --fail`."""
-        return tuple(f"t1link:0/{one.number}/{one.link}" for one in self.failures if one.switch == "AGG")
+        """Return the failures of AGG uplinks as words of `phalanx fabric simulate --fail`."""
+        return tuple(
+            f"t1link:0/{failure.number}/{failure.link}" for failure in self.failures if failure.switch == "AGG"
+        )
 
     def schedule(self) -> Schedule | None:
-        """When the connections start; None where they start together."""
-        some = self.connections
-        if not any(one.trigger or one.start_ps for one in some):
+        """Return when the connections start; None where they start together."""
+        connections = self.connections
+        if not any(connection.trigger or connection.start_ps for connection in connections):
             return None
-        place = {trigger.ident: at for at, trigger in enumerate(self.triggers)}
+        index_of = {trigger.ident: index for index, trigger in enumerate(self.triggers)}
         return Schedule(
-            start_s=np.array([(one.start_ps or 0.0) * 1e-12 for one in some]),
-            waits_for=np.array([place.get(one.trigger, NONE) for one in some], dtype=np.int64),
-            fires=np.array([place.get(one.recv_done or one.send_done, NONE) for one in some], dtype=np.int64),
+            start_s=np.array([(connection.start_ps or 0.0) * 1e-12 for connection in connections]),
+            waits_for=np.array([index_of.get(connection.trigger, NONE) for connection in connections], dtype=np.int64),
+            fires=np.array(
+                [index_of.get(connection.recv_done or connection.send_done, NONE) for connection in connections],
+                dtype=np.int64,
+            ),
             needed=np.array([max(1, trigger.count) for trigger in self.triggers], dtype=np.int64),
         )
 
     def not_mapped(self, *, timed: bool) -> tuple[str, ...]:
-        """What a simulation does not hold; `timed` ones start connections when the file says."""
-        found, some = list(self._untimed_notes() if not timed else self._inexact_notes()), self.connections
-        if ranked := sum(one.priority is not None for one in some):
-            found.append(f"priorities of {ranked:,} connections")
-        if other := sum(one.switch != "AGG" for one in self.failures):
-            found.append(f"{other} failures of TOR or CORE links: htsim itself only fails uplinks of AGG switches")
-        return tuple(found)
+        """Return remarks on what a simulation ignores; `timed` simulations start connections when the file states."""
+        notes, connections = list(self._untimed_notes() if not timed else self._inexact_notes()), self.connections
+        if ranked := sum(connection.priority is not None for connection in connections):
+            notes.append(f"priorities of {ranked:,} connections")
+        if unsupported := sum(failure.switch != "AGG" for failure in self.failures):
+            notes.append(
+                f"{unsupported} failures of TOR or CORE links: htsim itself only fails uplinks of AGG switches"
+            )
+        return tuple(notes)
 
     def _untimed_notes(self) -> Iterator[str]:
-        some = self.connections
-        if waits := sum(one.trigger > 0 for one in some):
-            yield f"triggers: {waits:,} of {len(some):,} connections wait for others there, and start at once here"
-        starts = {one.start_ps for one in some if one.start_ps is not None}
+        transfers = self.connections
+        if waits := sum(connection.trigger > 0 for connection in transfers):
+            yield f"triggers: {waits:,} of {len(transfers):,} connections wait for others there, and start at once here"
+        starts = {connection.start_ps for connection in transfers if connection.start_ps is not None}
         if len(starts) > 1:
             yield f"start times up to {max(starts) / 1e6:g} µs: all connections start together here"
 
     def _inexact_notes(self) -> Iterator[str]:
-        waiting = Counter(one.trigger for one in self.connections)
+        waiting = Counter(connection.trigger for connection in self.connections)
         often = sum(trigger.kind == "multishot" and waiting[trigger.ident] > 1 for trigger in self.triggers)
         if often:
             yield f"multishot: {often} triggers start one connection at a time there, and all with the first here"
-        if any(one.recv_done for one in self.connections):
+        if any(connection.recv_done for connection in self.connections):
             yield "recv_done_trigger: it is pulled here when the sender knows, half a round trip later"
-        if both := sum(0 < one.send_done != one.recv_done > 0 for one in self.connections):
-            yield f"send_done_trigger of {both} connections that have a recv_done_trigger too: only that one is pulled"
+        if count := sum(0 < connection.send_done != connection.recv_done > 0 for connection in self.connections):
+            yield f"send_done_trigger of {count} connections that have a recv_done_trigger too: only that one is pulled"
 
 
 @dataclass(kw_only=True, slots=True)
 class _MatrixReading:
-    """What was read so far."""
+    """The contents of a file read so far."""
 
     counts: dict[str, int] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
     triggers: dict[int, Trigger] = field(default_factory=dict)
     failures: list[DeadLink] = field(default_factory=list)
-    used: dict[int, MatrixLine] = field(default_factory=dict)  # triggers, where they are first named
+    # Triggers, and the lines that first name them.
+    used: dict[int, MatrixLine] = field(default_factory=dict)
 
 
 def read_cm(path: Path) -> Matrix:
-    """The matrix of a file; raises UserError with file and line."""
+    """Read a connection matrix; raises UserError with file and line."""
     reading = _MatrixReading()
     for line in read_lines(path, most_bytes=MOST_BYTES):
         first = line.words[0]
@@ -224,19 +238,20 @@ def read_cm(path: Path) -> Matrix:
 
 
 def _take_connection(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line SOURCE->TARGET with its size and either a start time or a trigger."""
     source, target = _connection_ends(reading, line)
     values: dict[str, int] = {}
     start: float | None = None
-    for at in range(1, len(line.words), 2):
-        word = line.words[at]
+    for index in range(1, len(line.words), 2):
+        word = line.words[index]
         if word not in WORDS:
             raise line.unknown(word, WORDS)
         if word in values or (word == "start" and start is not None):
             raise line.wrong(f"{word} is given twice", fix="keep one of the two")
         if word == "start":
-            start = _start_time(line, at + 1)
+            start = _start_time(line, index + 1)
         else:
-            values[word] = line.whole(at + 1, least=0 if word == "prio" else 1)
+            values[word] = line.whole(index + 1, least=0 if word == "prio" else 1)
     if (start is None) == ("trigger" not in values):
         raise line.wrong("a connection has either a start or a trigger", fix="write start 0")
     if "size" not in values:
@@ -279,12 +294,14 @@ def _start_time(line: MatrixLine, at: int) -> float:
         start = float(line.words[at][:40])
     except (IndexError, ValueError):
         start = math.nan
-    if not 0 <= start <= 1e18:  # 11 days
+    # 1e18 ps are 11 days.
+    if not 0 <= start <= 1e18:
         raise line.wrong("start is not a time in picoseconds", fix="write start 0")
     return start
 
 
 def _take_trigger(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line that describes a trigger."""
     ident, kind, count, at = 0, "", 0, 1
     while at < len(line.words):
         word = line.words[at]
@@ -305,13 +322,14 @@ def _take_trigger(reading: _MatrixReading, line: MatrixLine) -> None:
 
 
 def _take_failure(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line that describes a dead link."""
     kind, numbers = "", {}
-    for at in range(1, len(line.words), 2):
-        word = line.words[at]
+    for index in range(1, len(line.words), 2):
+        word = line.words[index]
         if word == "switch_type":
-            kind = line.words[at + 1] if at + 1 < len(line.words) else ""
+            kind = line.words[index + 1] if index + 1 < len(line.words) else ""
         elif word in ("switch_id", "link_id"):
-            numbers[word] = line.whole(at + 1, most=10**9)
+            numbers[word] = line.whole(index + 1, most=10**9)
         else:
             raise line.unknown(word, ("switch_type", "switch_id", "link_id"))
     if kind not in SWITCHES or len(numbers) != 2:
@@ -323,17 +341,18 @@ _READERS: dict[str, Callable[[_MatrixReading, MatrixLine], None]] = {"trigger": 
 
 
 def _check_matrix(reading: _MatrixReading, path: Path) -> None:
-    real = {
+    """Raise UserError where counts differ from the file's contents, or a trigger is not described."""
+    actual_counts = {
         "Connections": len(reading.connections),
         "Triggers": len(reading.triggers),
         "Failures": len(reading.failures),
     }
     if "Nodes" not in reading.counts:
         raise mistake(str(path), "Nodes is missing", fix="begin the file with Nodes N")
-    for name, number in real.items():
+    for name, number in actual_counts.items():
         if reading.counts.get(name, 0) != number:
-            what = f"{name} {reading.counts.get(name, 0):,}, but the file has {number:,}"
-            raise mistake(str(path), what, why="it may be cut short", fix=f"write {name} {number}")
+            problem = f"{name} {reading.counts.get(name, 0):,}, but the file has {number:,}"
+            raise mistake(str(path), problem, why="it may be cut short", fix=f"write {name} {number}")
     if not reading.connections:
         raise mistake(str(path), "it has no connection", fix="add 0->1 id 1 start 0 size 2000000")
     for ident, line in reading.used.items():
@@ -343,23 +362,23 @@ def _check_matrix(reading: _MatrixReading, path: Path) -> None:
 
 
 def _check_triggers(reading: _MatrixReading) -> None:
-    """Connections that would wait for ever."""
-    waited = {one.trigger for one in reading.connections} - {0}
-    pulls = Counter(one.recv_done or one.send_done for one in reading.connections)
-    for ident in waited:
+    """Raise UserError for connections that would wait forever."""
+    awaited = {connection.trigger for connection in reading.connections} - {0}
+    pull_counts = Counter(connection.recv_done or connection.send_done for connection in reading.connections)
+    for ident in awaited:
         trigger, needed = reading.triggers[ident], max(1, reading.triggers[ident].count)
-        if pulls[ident] < needed:
+        if pull_counts[ident] < needed:
             raise reading.used[ident].wrong(
-                f"a connection waits for trigger {ident}, which {pulls[ident]} of {needed} connections pull",
+                f"a connection waits for trigger {ident}, which {pull_counts[ident]} of {needed} connections pull",
                 why="it would never start",
                 fix=f"add send_done_trigger {ident} to another"
                 if trigger.kind != "barrier"
-                else f"use count {pulls[ident]}",
+                else f"use count {pull_counts[ident]}",
             )
 
 
 def matrix_of(flows: Flows, nodes: int, *, parts: int = 1) -> tuple[Matrix, tuple[str, ...]]:
-    """Flows as a matrix with 1/`parts` of their bytes (one of equal planes), and what was changed for it."""
+    """Return flows as a matrix with 1/`parts` of their bytes (one of equal planes), and remarks on the changes."""
     exact = flows.nbytes / parts
     nbytes = np.ceil(exact)
     if nbytes.max() > MOST_SIZE:
@@ -369,25 +388,27 @@ def matrix_of(flows: Flows, nodes: int, *, parts: int = 1) -> tuple[Matrix, tupl
             why=f"htsim reads sizes up to {MOST_SIZE:,}",
             fix="send fewer bytes",
         )
-    said = [f"every connection has 1/{parts} of its bytes: the rest is on the other planes"] if parts > 1 else []
+    remarks = [f"every connection has 1/{parts} of its bytes: the rest is on the other planes"] if parts > 1 else []
     if (nbytes != exact).any():
-        said.append("sizes are rounded up to whole bytes")
+        remarks.append("sizes are rounded up to whole bytes")
     rows = zip(flows.source.tolist(), flows.target.tolist(), nbytes.tolist(), strict=True)
-    some = (Connection(source=a, target=b, nbytes=int(c), ident=at) for at, (a, b, c) in enumerate(rows, start=1))
-    return Matrix(nodes=nodes, connections=tuple(some)), tuple(said)
+    connections = (
+        Connection(source=a, target=b, nbytes=int(c), ident=ident) for ident, (a, b, c) in enumerate(rows, start=1)
+    )
+    return Matrix(nodes=nodes, connections=tuple(connections)), tuple(remarks)
 
 
 def write_cm(matrix: Matrix) -> str:
-    """The text of a file."""
+    """Return the text of a `.cm` file."""
     lines = [f"Nodes {matrix.nodes}", f"Connections {len(matrix.connections)}"]
     lines += [f"Triggers {len(matrix.triggers)}"] if matrix.triggers else []
     lines += [f"Failures {len(matrix.failures)}"] if matrix.failures else []
-    lines += [_matrix_line(one) for one in matrix.connections]
+    lines += [_matrix_line(connection) for connection in matrix.connections]
     for trigger in matrix.triggers:
         count = f" count {trigger.count}" if trigger.count else ""
         lines.append(f"trigger id {trigger.ident} {trigger.kind}{count}")
-    for one in matrix.failures:
-        lines.append(f"failure switch_type {one.switch} switch_id {one.number} link_id {one.link}")
+    for failure in matrix.failures:
+        lines.append(f"failure switch_type {failure.switch} switch_id {failure.number} link_id {failure.link}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""A `.topo` file of htsim as a fabric, and a fabric as a `.topo` file.
+"""Convert a `.topo` file of htsim to a fabric, and a fabric to a `.topo` file.
 
-Read as fat_tree_topology.cpp of Broadcom/csg-htsim reads it: `Nodes`, `Tiers`, `Podsize`, then per `Tier` its link
-speed and latency downwards, its ports down and up, and how many links form a bundle to each switch below.
+It is interpreted as by fat_tree_topology.cpp of Broadcom/csg-htsim: `Nodes`, `Tiers`, `Podsize`, then per `Tier` its
+link speed and latency downwards, its ports down and up, and the number of links in a bundle to each switch below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 20  # a page of text
 MOST_NODES = 10**7
 MOST_PORTS = 10**6
 HEAD = ("nodes", "tiers", "podsize")
-LEAST = {  # of each word of a tier
+LEAST = {  # least value of each word of a tier
     "downlink_speed_gbps": 1,
     "radix_down": 1,
     "radix_up": 1,
@@ -32,13 +32,14 @@ LEAST = {  # of each word of a tier
     "queue_down": 1,
     "queue_up": 1,
 }
-MOST = {"downlink_speed_gbps": int(MOST_NIC_GBPS), "downlink_latency_ns": 10**9, "switch_latency_ns": 10**9}  # a second
+# Largest values; latencies are at most a second.
+MOST = {"downlink_speed_gbps": int(MOST_NIC_GBPS), "downlink_latency_ns": 10**9, "switch_latency_ns": 10**9}
 NEEDED = ("downlink_speed_gbps", "radix_down")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topo:
-    """The fabric of a file, and what of the file a fabric cannot hold."""
+    """The fabric of a file, and the settings of the file that a fabric cannot represent."""
 
     fabric: Fabric
     not_mapped: tuple[str, ...]
@@ -46,7 +47,7 @@ class Topo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopoText:
-    """A fabric as the text of a file, its hosts there, and what of the fabric the file cannot hold."""
+    """A fabric as the text of a file, its number of hosts there, and what the file cannot represent."""
 
     text: str
     nodes: int
@@ -55,12 +56,12 @@ class TopoText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """Numbers of a file by word, and the lines they stand in."""
+    """The numbers of a file by word, and their lines."""
 
     path: Path
     head: dict[str, int] = field(default_factory=dict)
     tiers: list[dict[str, int]] = field(default_factory=list)
-    lines: dict[tuple[int, str], MatrixLine] = field(default_factory=dict)  # tier -1 is the head
+    lines: dict[tuple[int, str], MatrixLine] = field(default_factory=dict)  # by (tier, word); tier -1 is the head
 
     def wrong(self, tier: int, word: str, what: str, *, why: str = "", fix: str = "") -> UserError:
         line = self.lines.get((tier, word))
@@ -71,38 +72,40 @@ class _File:
 
 
 def read_topo(path: Path) -> Topo:
-    """The fabric of a `.topo` file; raises UserError with file and line for what is none."""
+    """Read the fabric of a `.topo` file; raises UserError with file and line."""
     file = _parse_topology(path)
     _check_topology(file)
     return Topo(fabric=_topology_fabric(file), not_mapped=tuple(_not_mapped(file)))
 
 
 def _parse_topology(path: Path) -> _File:
-    file, found, current = _File(path=path), dict[int, dict[str, int]](), -1
+    """Read the head and tiers of a file; raises UserError with file and line."""
+    file, tiers, current = _File(path=path), dict[int, dict[str, int]](), -1
     for line in read_lines(path, most_bytes=MOST_BYTES):
         word = line.words[0].lower()
         if len(line.words) > 2:
             raise line.wrong(f'"{" ".join(line.words)[:60]}" has more than a word and a number', fix="one per line")
         if word == "tier":
             current = line.whole(1, most=2)
-            if current in found:
+            if current in tiers:
                 raise line.wrong(f"tier {current} is described twice", fix="keep one of the two")
-            found[current] = {}
-        _take_tier(file, found, current, word, line)
+            tiers[current] = {}
+        _take_tier(file, tiers, current, word, line)
     for word in HEAD:
         if word not in file.head:
             raise mistake(str(path), f"{word.capitalize()} is missing", fix="begin with Nodes, Tiers and Podsize")
     for tier in range(file.head["tiers"]):
-        if tier not in found:
+        if tier not in tiers:
             raise mistake(str(path), f"tier {tier} is missing", fix=f"describe tiers 0 to {file.head['tiers'] - 1}")
-        file.tiers.append(found.pop(tier))
-    for tier in found:
-        what = f"a tier {tier}, but there are {file.head['tiers']} tiers"
-        raise file.wrong(tier, "tier", what, fix="raise Tiers, or leave it out")
+        file.tiers.append(tiers.pop(tier))
+    for tier in tiers:
+        problem = f"a tier {tier}, but there are {file.head['tiers']} tiers"
+        raise file.wrong(tier, "tier", problem, fix="raise Tiers, or leave it out")
     return file
 
 
 def _take_tier(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: MatrixLine) -> None:
+    """Store the number of one line for the head or the current tier."""
     if (current, word) in file.lines:
         raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
     file.lines[current, word] = line
@@ -121,7 +124,7 @@ def _take_tier(file: _File, found: dict[int, dict[str, int]], current: int, word
 
 
 def _check_topology(file: _File) -> None:
-    """What htsim checks too: that ports, pods and bundles fit each other."""
+    """Check that ports, pods and bundles fit each other, as htsim does; raises UserError."""
     top = len(file.tiers) - 1
     for tier, values in enumerate(file.tiers):
         for word in (*NEEDED, "radix_up")[: 3 if tier < top else 2]:
@@ -131,11 +134,13 @@ def _check_topology(file: _File) -> None:
             raise file.wrong(tier, "radix_up", "the highest tier has ports up", fix="leave it out, or raise Tiers")
     nodes, pod, down = file.head["nodes"], file.head["podsize"], file.tiers[0]["radix_down"]
     if nodes % pod or pod % down:
-        what = f"{nodes:,} nodes are not whole pods of {pod:,}, or those not whole switches of {down:,}"
-        raise file.wrong(-1, "podsize", what, fix="let Radix_Down of tier 0 divide Podsize, and Podsize divide Nodes")
+        problem = f"{nodes:,} nodes are not whole pods of {pod:,}, or those not whole switches of {down:,}"
+        raise file.wrong(
+            -1, "podsize", problem, fix="let Radix_Down of tier 0 divide Podsize, and Podsize divide Nodes"
+        )
     if top == 1 and pod != nodes:
-        what = f"pods of {pod:,} of {nodes:,} nodes, but two tiers have nothing above that joins pods"
-        raise file.wrong(-1, "podsize", what, fix=f"use Podsize {nodes}")
+        problem = f"pods of {pod:,} of {nodes:,} nodes, but two tiers have nothing above that joins pods"
+        raise file.wrong(-1, "podsize", problem, fix=f"use Podsize {nodes}")
     if file.tiers[0].get("bundle", 1) != 1:
         raise file.wrong(0, "bundle", "several links to each host", why="htsim has one port per host", fix="use 1")
     _check_speeds(file)
@@ -158,11 +163,12 @@ def _check_speeds(file: _File) -> None:
 
 
 def _check_tier(file: _File, tier: int, below: int) -> None:
+    """Raise UserError where the ports of a tier do not fit the tier below."""
     lower, values = file.tiers[tier - 1], file.tiers[tier]
     bundle = values.get("bundle", 1)
     if lower["radix_up"] % bundle:
-        what = f"{lower['radix_up']} ports up in tier {tier - 1} are no whole bundles of {bundle}"
-        raise file.wrong(tier, "bundle", what, fix="let Bundle divide Radix_Up of the tier below")
+        problem = f"{lower['radix_up']} ports up in tier {tier - 1} are no whole bundles of {bundle}"
+        raise file.wrong(tier, "bundle", problem, fix="let Bundle divide Radix_Up of the tier below")
     if values["radix_down"] != below * bundle:
         raise file.wrong(
             tier,
@@ -182,6 +188,7 @@ def _check_tier(file: _File, tier: int, below: int) -> None:
 
 
 def _topology_fabric(file: _File) -> Fabric:
+    """Return the fabric that the numbers of a checked file describe."""
     nodes, tiers = file.head["nodes"], file.tiers
     down, up = tiers[0]["radix_down"], tiers[0]["radix_up"]
     pods, deep = nodes // file.head["podsize"], len(tiers) == 3
@@ -209,39 +216,39 @@ def _topology_fabric(file: _File) -> Fabric:
 
 
 def _one_way_ns(file: _File) -> float:
-    """Of the longest path: every tier's link up and down, every tier's switch twice but the highest."""
+    """Return the one-way latency of the longest path: each tier's link and switch twice, the highest switch once."""
     links, switches = file.all_of("downlink_latency_ns", 0), file.all_of("switch_latency_ns", 0)
     return 2.0 * sum(links) + 2.0 * sum(switches) - switches[-1]
 
 
 def _not_mapped(file: _File) -> list[str]:
-    found = []
+    remarks = []
     links, switches = file.all_of("downlink_latency_ns", 0), file.all_of("switch_latency_ns", 0)
     if len(set(links)) > 1 or any(switches):
-        each = _one_way_ns(file) / (2 * len(links))
-        found.append(
-            f"latencies by tier: every link has {each:g} ns, their mean on the longest path, switches included"
+        mean_ns = _one_way_ns(file) / (2 * len(links))
+        remarks.append(
+            f"latencies by tier: every link has {mean_ns:g} ns, their mean on the longest path, switches included"
         )
     if any("queue_down" in tier or "queue_up" in tier for tier in file.tiers):
-        found.append("Queue_Down and Queue_Up: queues are the transport's, one bandwidth-delay product")
-    return found
+        remarks.append("Queue_Down and Queue_Up: queues are the transport's, one bandwidth-delay product")
+    return remarks
 
 
 def write_topo(fabric: Fabric) -> TopoText:
-    """One plane of a fabric as a `.topo` file; raises UserError for a fabric that none describes."""
+    """Return one plane of a fabric as a `.topo` file; raises UserError for a fabric that the format cannot describe."""
     _check_writable(fabric)
-    said: list[str] = []
+    remarks: list[str] = []
     if fabric.planes > 1:
-        said.append(f"{fabric.planes} planes: the file is one of them, with NICs of {fabric.port_gbps:g} Gb/s")
+        remarks.append(f"{fabric.planes} planes: the file is one of them, with NICs of {fabric.port_gbps:g} Gb/s")
     nodes = fabric.t0 * fabric.t0_down
     if nodes != fabric.hosts:
-        said.append(f"empty ports: {fabric.hosts:,} hosts are {nodes:,} nodes there, the last of them silent")
+        remarks.append(f"empty ports: {fabric.hosts:,} hosts are {nodes:,} nodes there, the last of them silent")
     latency_ns = round(fabric.hop_s * 1e9)
     if abs(latency_ns - fabric.hop_s * 1e9) > 1e-6:
-        said.append(f"a latency of {fabric.hop_s * 1e9:g} ns per link is {latency_ns} ns there")
+        remarks.append(f"a latency of {fabric.hop_s * 1e9:g} ns per link is {latency_ns} ns there")
     lines = [
         f"# {_plain_text(fabric.name)}, written by Phalanx",
-        *(f"# not mapped: {_plain_text(one)}" for one in said),
+        *(f"# not mapped: {_plain_text(remark)}" for remark in remarks),
     ]
     lines += [f"Nodes {nodes}", f"Tiers {fabric.tiers}", f"Podsize {nodes // fabric.pods}"]
     for tier, (down, up, bundle) in enumerate(_tier_ports(fabric)):
@@ -249,7 +256,7 @@ def write_topo(fabric: Fabric) -> TopoText:
         lines += [f"Radix_Up {up}", f"Oversubscribed {down // up}"] if up else []
         lines += [f"Downlink_Latency_ns {latency_ns}", "Switch_Latency_ns 0"]
         lines += [f"Bundle {bundle}"] if bundle > 1 else []
-    return TopoText(text="\n".join(lines) + "\n", nodes=nodes, not_mapped=tuple(said))
+    return TopoText(text="\n".join(lines) + "\n", nodes=nodes, not_mapped=tuple(remarks))
 
 
 def _plain_text(text: str) -> str:
@@ -257,7 +264,7 @@ def _plain_text(text: str) -> str:
 
 
 def _tier_ports(fabric: Fabric) -> list[tuple[int, int, int]]:
-    """Ports down, ports up and bundle of each tier."""
+    """Return ports down, ports up and bundle of each tier."""
     bundle = fabric.t0_up // fabric.t1_per_pod
     t1_down = fabric.t0 // fabric.pods * bundle
     if fabric.tiers == 2:
@@ -272,6 +279,7 @@ def _t1_up(fabric: Fabric) -> int:
 
 
 def _check_writable(fabric: Fabric) -> None:
+    """Raise UserError for a fabric that a .topo file cannot describe."""
     f = fabric
     if f.tiers not in (2, 3):
         raise _refused_fabric(f, f"{f.tiers} tiers", "htsim has two or three")

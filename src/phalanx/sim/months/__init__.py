@@ -1,1 +1,1 @@
-"""Months of a plan with failures: one run event by event, many runs as a forecast, and what would help."""
+"""Simulate months of a plan with failures: one run event by event, many runs as a forecast, and improvements."""

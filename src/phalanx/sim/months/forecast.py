@@ -1,4 +1,7 @@
-"""Many simulated runs as one answer: means with their confidence, a ledger, money, and the formula beside it."""
+"""Forecast of many simulated runs: means with confidence intervals, a ledger, money, and the planner's formula.
+
+Also: changes that would help, both ways of handling a lost rank, and the same plan at other sites.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from phalanx.units import DAY_S, HOUR_S, plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How often one cause strikes, expected."""
+    """The expected rate of one cause of failures."""
 
     cause: str
     unit: str
@@ -32,7 +35,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseShare:
-    """Share of the time that a phase takes: by the planner's formula, and simulated."""
+    """The share of time that a phase takes: by the planner's formula, and simulated."""
 
     phase: str
     formula: float
@@ -41,37 +44,45 @@ class PhaseShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Months of a plan. Shares are of wall-clock time; `lost` is by cause, then phase; None is unknown money."""
+    """The forecast of months of a plan.
+
+    Shares are of wall-clock time. `lost` is by cause, then phase. Unknown amounts of money are None.
+    """
 
     days: float
     runs: int
     seed: int
     devices: int
-    fabric: str | None  # whose links and switches fail at rates of their own
+    fabric: str | None  # the fabric whose links and switches fail at their own rates
     planes: int
     edge: bool  # recovery at the edge of the network
-    effective: ForecastSpread  # at the expected rates: what is left is variation between runs
-    sites: SiteRange | None  # the same plan at other sites; None where every rate and time is the user's own
+    # At the expected rates: the remaining spread is variation between runs.
+    effective: ForecastSpread
+    # The same plan at other sites; None where the user set every rate and time.
+    sites: SiteRange | None
     formula: float  # plan.reliability.effective_time
     phases: tuple[PhaseShare, ...]
     lost: Mapping[str, Mapping[str, float]]
     rates: tuple[Rate, ...]
     interruptions: ForecastSpread
-    by_cause: Mapping[str, float]  # interruptions of a run
+    by_cause: Mapping[str, float]  # interruptions per run
     planned: float
     borne: float
     spares: int
     spares_used: ForecastSpread
-    spares_short: float  # share of runs in which all spares were out at once
+    spares_short: float  # share of runs in which all spares were in use at once
     longest_gap_s: ForecastSpread
-    gave_up: float  # incidents of a run that fault.restarts would end
-    rent_usd: tuple[float, float, float] | None  # of all days, spares included, at the low, middle and high price
-    lost_usd: tuple[float, float, float] | None  # of that, for time that did not train
+    gave_up: float  # incidents per run that fault.restarts would end
+    # For all days, spares included, at the low, middle and high price.
+    rent_usd: tuple[float, float, float] | None
+    # The part of the rent for time without training progress.
+    lost_usd: tuple[float, float, float] | None
     spares_usd: tuple[float, float, float] | None
     failures: int  # of all runs
     events: int
     levers: tuple[Lever, ...] = ()
-    losses: tuple[LossWay, ...] = ()  # both ways on after a lost rank; none with one model replica
+    # Both responses to a lost rank; empty with one model replica.
+    losses: tuple[LossWay, ...] = ()
 
 
 def forecast_months(
@@ -84,9 +95,9 @@ def forecast_months(
     levers: tuple[Lever, ...] = (),
     losses: tuple[LossWay, ...] = (),
 ) -> Forecast:
-    """What at least one run says."""
+    """Return the forecast of at least one run."""
     lost = _lost_by_cause(outcomes)
-    effective = forecast_spread([one.effective for one in outcomes], most=1.0)
+    effective = forecast_spread([outcome.effective for outcome in outcomes], most=1.0)
     days = outcomes[0].wall_s / DAY_S
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
     return Forecast(
@@ -103,38 +114,40 @@ def forecast_months(
         phases=_phase_shares(plan, policy, lost),
         lost=lost,
         rates=tuple(_cause_rate(plan, policy, cause) for cause in policy.mix),
-        interruptions=forecast_spread([one.unexpected for one in outcomes]),
+        interruptions=forecast_spread([outcome.unexpected for outcome in outcomes]),
         by_cause={cause.name: _mean_outcome(outcomes, _count_of(cause.name)) for cause in policy.mix},
         planned=_mean_outcome(outcomes, _count_of("planned")),
-        borne=_mean_outcome(outcomes, lambda one: one.borne),
+        borne=_mean_outcome(outcomes, lambda outcome: outcome.borne),
         spares=policy.spares,
-        spares_used=forecast_spread([one.spares_used for one in outcomes]),
-        spares_short=_mean_outcome(outcomes, lambda one: one.most_spares >= policy.spares) if policy.spares else 0.0,
-        longest_gap_s=forecast_spread([one.longest_gap_s for one in outcomes]),
-        gave_up=_mean_outcome(outcomes, lambda one: one.gave_up),
+        spares_used=forecast_spread([outcome.spares_used for outcome in outcomes]),
+        spares_short=_mean_outcome(outcomes, lambda outcome: outcome.most_spares >= policy.spares)
+        if policy.spares
+        else 0.0,
+        longest_gap_s=forecast_spread([outcome.longest_gap_s for outcome in outcomes]),
+        gave_up=_mean_outcome(outcomes, lambda outcome: outcome.gave_up),
         rent_usd=_usd_range(plan, rented * days),
         lost_usd=_usd_range(plan, rented * days * (1.0 - effective.mean)),
         spares_usd=_usd_range(plan, policy.spares * plan.cluster.host_devices * days),
-        failures=sum(one.failures for one in outcomes),
-        events=sum(one.events for one in outcomes),
+        failures=sum(outcome.failures for outcome in outcomes),
+        events=sum(outcome.events for outcome in outcomes),
         levers=levers,
         losses=losses,
     )
 
 
 def _mean_outcome(outcomes: Sequence[RunOutcome], of: Callable[[RunOutcome], float]) -> float:
-    return sum(of(one) for one in outcomes) / len(outcomes)
+    return sum(of(outcome) for outcome in outcomes) / len(outcomes)
 
 
 def _count_of(cause: str) -> Callable[[RunOutcome], float]:
-    return lambda one: one.interruptions.get(cause, 0)
+    return lambda outcome: outcome.interruptions.get(cause, 0)
 
 
 def _lost_by_cause(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
-    wall_s = sum(one.wall_s for one in outcomes)
+    wall_s = sum(outcome.wall_s for outcome in outcomes)
     shares: dict[str, dict[str, float]] = {}
-    for one in outcomes:
-        for (cause, phase), seconds in one.lost_s.items():
+    for outcome in outcomes:
+        for (cause, phase), seconds in outcome.lost_s.items():
             row = shares.setdefault(cause, {})
             row[phase] = row.get(phase, 0.0) + seconds / wall_s
     return dict(sorted(shares.items(), key=lambda item: -sum(item[1].values())))
@@ -151,7 +164,7 @@ def _phase_shares(plan: Plan, policy: MonthsPolicy, lost: Mapping[str, Mapping[s
 
 
 def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dict[str, float]:
-    """What E[ETTR] of plan.reliability counts, taken apart; with `effective` the shares add up to 1."""
+    """Return the terms of E[ETTR] of plan.reliability by phase; with `effective` the shares add up to 1."""
     s = policy.saving
     redone_s = s.lag_s + s.interval_s / 2 if math.isfinite(mtbf_s) else 0.0
     return {
@@ -164,14 +177,14 @@ def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dic
 
 def _cause_rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
     per_day, count = failures_per_day(policy, cause), failing_units(plan, cause)
-    own = bool(cause.units)  # of a named fabric
+    is_fabric_part = bool(cause.units)  # of a named fabric
     return Rate(
         cause=cause.name,
         unit=cause.unit,
         units=count,
         per_unit_day=per_day / count,
         per_day=per_day,
-        source=cause.source if own else f"{cause.source}, at the rate of {plan.reliability.rate_source}",
+        source=cause.source if is_fabric_part else f"{cause.source}, at the rate of {plan.reliability.rate_source}",
     )
 
 
@@ -183,16 +196,17 @@ def _usd_range(plan: Plan, device_days: float) -> tuple[float, float, float] | N
     return price[0] * hours, price[1] * hours, price[2] * hours
 
 
-# A number over many runs: how sure its mean is, and how far runs lie apart.
+# A number over many runs: the confidence of its mean, and the range of the runs.
 
 
-CONFIDENCE = 0.90  # of a mean
-RUNS = 0.80  # that the range of runs holds: the same share as of sites (hardware.failures.COVERAGE)
+CONFIDENCE = 0.90  # confidence of a mean's interval
+# Share of runs that their range holds: the same as of sites (hardware.failures.COVERAGE).
+RUNS = 0.80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastSpread:
-    """A number over all runs: its mean with a 90 % confidence interval, and the range that 80 % of runs fall in."""
+    """A number over all runs: its mean with a 90 % confidence interval, and the range that holds 80 % of runs."""
 
     mean: float
     low: float
@@ -202,44 +216,47 @@ class ForecastSpread:
 
 
 def forecast_spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> ForecastSpread:
-    """Student's interval of the mean, within `least` and `most`, and the middle 80 % of the values.
+    """Return Student's interval of the mean, within `least` and `most`, and the middle 80 % of the values.
 
-    One value says nothing about how sure it is: its interval is NaN.
+    With a single value the interval is NaN.
 
-    >>> one = forecast_spread([1.0, 2.0, 3.0])
-    >>> one.mean, round(one.high - one.mean, 2), round(one.run_low, 2)
+    >>> spread = forecast_spread([1.0, 2.0, 3.0])
+    >>> spread.mean, round(spread.high - spread.mean, 2), round(spread.run_low, 2)
     (2.0, 1.69, 1.2)
     """
     numbers = np.asarray(values, dtype=float)
     mean, low, high = float(numbers.mean()), math.nan, math.nan
     if len(numbers) > 1:
-        from scipy.special import stdtrit  # Student's quantile; scipy.stats would take a second to import
+        # Student's quantile; importing scipy.stats would take a second.
+        from scipy.special import stdtrit
 
-        half = float(stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
-        low, high = max(least, mean - half), min(most, mean + half)
+        half_width = float(
+            stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(len(numbers))
+        )
+        low, high = max(least, mean - half_width), min(most, mean + half_width)
     run_low, run_high = np.quantile(numbers, [(1 - RUNS) / 2, (1 + RUNS) / 2])
     return ForecastSpread(mean=mean, low=low, high=high, run_low=float(run_low), run_high=float(run_high))
 
 
-# What would help: the same failures met with one thing changed at a time.
+# Possible improvements: the same failures with one change at a time.
 
 
-# Seconds from a failure noticed to the next step that others reached: ByteRobust's warm spares on 16k GPUs
-# (arXiv 2509.16293, table 7: in place 65 s).
+# Seconds from noticing a failure to the next new step: ByteRobust's warm spares on 16k GPUs (arXiv 2509.16293, table
+# 7: in place 65 s).
 QUICK_RESTART_S = 65.0
 QUICK_DETECT_S = 10.0  # GPU lost or driver hung, by inspection (ByteRobust, table 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lever:
-    """One change, and what it adds to the effective training time, as a share with its confidence."""
+    """One change, and the share of effective training time that it adds, with its confidence interval."""
 
     name: str
     gain: ForecastSpread
 
 
 def possible_changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
-    """Changes that are not made yet, by name."""
+    """Yield changes that the policy does not have yet, by name."""
     saving = policy.saving
     if policy.restart_s > QUICK_RESTART_S:
         yield f"restart in {QUICK_RESTART_S:g} s", dataclasses.replace(policy, restart_s=QUICK_RESTART_S)
@@ -262,21 +279,21 @@ def possible_changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, Mo
 def try_levers(
     plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], *, days: float, seed: int
 ) -> tuple[Lever, ...]:
-    """Every change on its own against the runs there are, the largest gain first."""
-    found = []
+    """Simulate every change on its own, with the failures of the given runs; the largest gain comes first."""
+    levers = []
     for name, changed in possible_changes(plan, policy):
-        again = simulate_runs(changed, days=days, count=len(outcomes), seed=seed)
-        gains = [new.effective - old.effective for new, old in zip(again, outcomes, strict=True)]
-        found.append(Lever(name=name, gain=forecast_spread(gains, least=-1.0)))
-    return tuple(sorted(found, key=lambda one: -one.gain.mean))
+        changed_outcomes = simulate_runs(changed, days=days, count=len(outcomes), seed=seed)
+        gains = [new.effective - old.effective for new, old in zip(changed_outcomes, outcomes, strict=True)]
+        levers.append(Lever(name=name, gain=forecast_spread(gains, least=-1.0)))
+    return tuple(sorted(levers, key=lambda lever: -lever.gain.mean))
 
 
-# A lost rank two ways: the same failures where all ranks rebuild, and where its model replica is left out.
+# Two responses to a lost rank: the same failures where all ranks rebuild, and where its model replica is left out.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWay:
-    """One value of `fault.on_loss`, and what it makes of the same failures."""
+    """One value of `fault.on_loss`, and its result for the same failures."""
 
     on_loss: str
     is_chosen: bool
@@ -288,49 +305,54 @@ class LossWay:
 def compare_losses(
     plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], *, days: float, seed: int
 ) -> tuple[LossWay, ...]:
-    """Both ways against the same failures; none where there is only one."""
+    """Simulate both responses with the same failures; empty where only one is possible."""
     leaving = leaving_out(plan)
     if leaving is None or not math.isfinite(policy.mtbf_s):
         return ()
-    ways = []
+    results = []
     for name, changed in (("rebuild", replace(policy, leaving=None)), ("leave-out", replace(policy, leaving=leaving))):
         is_chosen = changed == policy
-        again = outcomes if is_chosen else list(simulate_runs(changed, days=days, count=len(outcomes), seed=seed))
-        ways.append(_loss_way(plan, name, again, is_chosen=is_chosen))
-    return tuple(ways)
+        same_failures = (
+            outcomes if is_chosen else list(simulate_runs(changed, days=days, count=len(outcomes), seed=seed))
+        )
+        results.append(_loss_way(plan, name, same_failures, is_chosen=is_chosen))
+    return tuple(results)
 
 
 def _loss_way(plan: Plan, name: str, outcomes: Sequence[RunOutcome], *, is_chosen: bool) -> LossWay:
-    stops = sum(one.unexpected for one in outcomes)
-    saving_s = sum(one.lost_s.get(key, 0.0) for one in outcomes for key in ((SAVING, "checkpoint"), (SAVING, "copies")))
-    lost_s = sum(one.wall_s - one.done_s for one in outcomes) - saving_s
+    stops = sum(outcome.unexpected for outcome in outcomes)
+    saving_s = sum(
+        outcome.lost_s.get(key, 0.0) for outcome in outcomes for key in ((SAVING, "checkpoint"), (SAVING, "copies"))
+    )
+    lost_s = sum(outcome.wall_s - outcome.done_s for outcome in outcomes) - saving_s
     each_s = lost_s / stops if stops else 0.0
     return LossWay(
         on_loss=name,
         is_chosen=is_chosen,
-        effective=forecast_spread([one.effective for one in outcomes], most=1.0),
+        effective=forecast_spread([outcome.effective for outcome in outcomes], most=1.0),
         lost_s=each_s,
         lost_tokens=each_s * plan.prediction.tokens_per_s,
     )
 
 
-# The same plan at other sites: how far published failure rates, recovery and repair times lie apart, simulated.
+# The same plan at other sites, with the published range of failure rates, recovery times and repair times.
 
 
-# A site's run need not be as long as the job: with so many failures luck is some per cent, where sites differ by
-# factors, and in five days hosts are repaired and come back.
+# A site's run may be shorter than the job: with this number of failures random variation is some per cent, while sites
+# differ by factors, and in five days hosts are repaired and return.
 ENOUGH_FAILURES, ENOUGH_DAYS = 150.0, 5.0
 FEWEST_SITES, MOST_SITES = 32, 256
-ALL_FAILURES = 8_000  # of all sites together at the usual rate: a fifth of a second
+# Of all sites together at the usual rate: a fifth of a second.
+ALL_FAILURES = 8_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteRange:
-    """What 80 % of sites would see, variation between runs included. None stands for a figure of the user's own."""
+    """The range that holds 80 % of sites, variation between runs included. None marks values that the user set."""
 
-    count: int  # sites that were simulated
+    count: int  # number of simulated sites
     effective: tuple[float, float]
-    interruptions: tuple[float, float]  # of all days
+    interruptions: tuple[float, float]  # over all days
     failures_per_host_day: tuple[float, float] | None
     recovery_s: tuple[float, float] | None
     repair_s: tuple[float, float] | None
@@ -340,13 +362,14 @@ Spreads = tuple[SiteSpread, SiteSpread, SiteSpread]
 
 
 def site_spreads(plan: Plan, policy: MonthsPolicy) -> Spreads:
-    """Of failures per host and day, recovery and repair; what the user gave has none."""
+    """Return the spreads of failures per host and day, recovery and repair; values set by the user have none."""
     fault = plan.job.fault
     recovery_s = policy.detect_s + policy.restart_s
-    asked = recovery_s == fault.detect_s + fault.restart_s  # --compare sets its own recoveries
+    # --compare sets its own recovery times.
+    is_job_recovery = recovery_s == fault.detect_s + fault.restart_s
     return (
         site_rates(plan.cluster, fault),
-        site_recoveries(fault) if asked else known_rate(recovery_s),
+        site_recoveries(fault) if is_job_recovery else known_rate(recovery_s),
         repair_spread(policy.repair_s) if policy.repair_s == REPAIR_S else known_rate(policy.repair_s),
     )
 
@@ -354,10 +377,10 @@ def site_spreads(plan: Plan, policy: MonthsPolicy) -> Spreads:
 def site_range(
     plan: Plan, policy: MonthsPolicy, *, days: float, seed: int, among: Spreads | None = None
 ) -> SiteRange | None:
-    """The plan simulated once at each of many sites; None where there is nothing to spread.
+    """Simulate the plan once at each of many sites; None where rates and recovery have no spread.
 
-    `among` are other spreads than the usual, as without one of the published sites. A repair time alone is no reason:
-    it moves little, and a user who gave rates and recovery has given what counts.
+    `among` replaces the usual spreads, for example to leave out a published site. A spread of the repair time alone
+    gives None: it has little effect, and a user who set rates and recovery has set what matters.
     """
     rate, recovery, repair = among or site_spreads(plan, policy)
     if not math.isfinite(policy.mtbf_s) or not (rate.log_spread or recovery.log_spread):
@@ -372,33 +395,34 @@ def site_range(
 
 
 def _site_policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
+    """Yield the policy at each sampled site: its failure rate, recovery time and repair time."""
     usual = plan.reliability.failures_per_host_day
     total_s = policy.detect_s + policy.restart_s
-    each = expected_failures(policy, _site_days(policy, days))
-    count = round(min(MOST_SITES, max(FEWEST_SITES, ALL_FAILURES / max(each, 1.0))))
+    failures_per_site = expected_failures(policy, _site_days(policy, days))
+    count = round(min(MOST_SITES, max(FEWEST_SITES, ALL_FAILURES / max(failures_per_site, 1.0))))
     for rate, recovery_s, repair_s in sample_sites(*among, count=count):
-        longer = recovery_s / total_s if total_s > 0 else 1.0
+        factor = recovery_s / total_s if total_s > 0 else 1.0
         yield replace(
             policy,
             mtbf_s=policy.mtbf_s * usual / rate,
-            detect_s=policy.detect_s * longer,
-            restart_s=policy.restart_s * longer,
+            detect_s=policy.detect_s * factor,
+            restart_s=policy.restart_s * factor,
             repair_s=repair_s,
         )
 
 
 def _site_days(policy: MonthsPolicy, days: float) -> float:
-    """Days of a site's run."""
+    """Return the days to simulate at a site."""
     per_day = expected_failures(policy, 1.0)
     return min(days, max(ENOUGH_DAYS, ENOUGH_FAILURES / per_day)) if per_day > 0 else days
 
 
 def _site_summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: float) -> SiteRange:
-    rate, recovery, repair = (one.interval if one.log_spread else None for one in among)
+    rate, recovery, repair = (spread.interval if spread.log_spread else None for spread in among)
     return SiteRange(
         count=len(outcomes),
-        effective=middle_range([one.effective for one in outcomes]),
-        interruptions=middle_range([one.unexpected * longer for one in outcomes]),
+        effective=middle_range([outcome.effective for outcome in outcomes]),
+        interruptions=middle_range([outcome.unexpected * longer for outcome in outcomes]),
         failures_per_host_day=rate,
         recovery_s=recovery,
         repair_s=repair,

@@ -18,8 +18,10 @@ from phalanx.units import DAY_S, format_count, format_money, format_seconds, plu
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
-LLAMA = "interruptions of Llama 3"  # in a source: a share of that run's causes
-IDLE = 0.05  # share of the time without hosts from which that explains the rest
+# This text in a rate's source marks a share of Llama 3's causes.
+LLAMA = "interruptions of Llama 3"
+# Share of the time without hosts above which that explains the difference.
+IDLE = 0.05
 NAMES = {
     "checkpoint": "checkpoints",
     "copies": "in-memory checkpoints",
@@ -34,7 +36,7 @@ NAMES = {
 
 
 def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
-    """The page."""
+    """Format the whole page."""
     sections = [
         ("WHERE THE TIME GOES", _ledger_lines(made)),
         ("COMPARED WITH THE PLANNER'S FORMULA", _formula_lines(policy, made)),
@@ -47,7 +49,7 @@ def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     lines = _headline_lines(plan, made)
     for title, body in sections:
         if body:
-            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap_line(line))]
+            lines += ["", title, *(f"  {wrapped}".rstrip() for line in body for wrapped in _wrap_line(line))]
     return "\n".join(lines)
 
 
@@ -60,7 +62,7 @@ def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
         f"  effective training time {e.mean:.2%}{_ranges_text(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
         f"{_ranges_text(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
-        *(f"  {part}" for part in _wrap_line(_meaning_text(plan, made))),
+        *(f"  {wrapped}" for wrapped in _wrap_line(_meaning_text(plan, made))),
         f"  network {_network_text(made)}",
     ]
 
@@ -68,7 +70,7 @@ def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
 def _network_text(made: Forecast) -> str:
     planes = plural(made.planes, "plane")
     name = f"{made.fabric}, {planes}" if made.fabric else "unspecified, at Llama 3's failure rate (see --fabric)"
-    if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
+    if made.fabric and all(rate.cause not in ALL_NETWORK for rate in made.rates):
         return f"{made.fabric}, unused: all traffic of this job stays inside a fast domain"
     if made.edge:
         return f"{name}; recovery at the edge{'' if made.fabric else f', {planes}'}"
@@ -76,34 +78,34 @@ def _network_text(made: Forecast) -> str:
 
 
 def _ranges_text(one: ForecastSpread, sites: tuple[float, float] | None, form: str) -> str:
-    """What other sites would see, and how much of that is variation between runs; a single run shows none."""
+    """Format the range over sites, and the variation between runs in it; a single run shows no variation."""
     varied = "" if math.isnan(one.low) else f"run-to-run variation: {one.run_low:{form}} to {one.run_high:{form}}"
     if sites is None:
         return f" (80% of runs, {varied})" if varied else ""
-    of_which = f"; of which {varied}" if varied else ""
-    return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{of_which})"
+    run_text = f"; of which {varied}" if varied else ""
+    return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{run_text})"
 
 
 def _meaning_text(plan: Plan, made: Forecast) -> str:
-    """Which doubts a range has, and how to be rid of them."""
+    """Explain which uncertainties a range contains, and which settings would reduce them."""
     sites, r = made.sites, plan.reliability
     if sites is None and (r.failures_per_host_day_interval or r.recovery_s_interval) and made.failures:
         return "the ranges show run-to-run variation only: other sites were not simulated"
     if sites is None:
         return "failure rate and recovery time are your own, so the ranges show run-to-run variation only"
-    parts, own = [], []
+    spread_texts, keys = [], []
     for name, span, key in (
         ("failures per host and day", sites.failures_per_host_day, "fault.failures_per_host_day"),
         ("recovery", sites.recovery_s, "fault.detect_s and fault.restart_s"),
         ("repair", sites.repair_s, "--repair-hours"),
     ):
         if span is not None:
-            low, high = (f"{one:.2g}" if name.startswith("failures") else format_seconds(one) for one in span)
-            parts.append(f"{name} {low} to {high}")
-            own.append(key)
+            low, high = (f"{end:.2g}" if name.startswith("failures") else format_seconds(end) for end in span)
+            spread_texts.append(f"{name} {low} to {high}")
+            keys.append(key)
     return (
-        f"sites: {sites.count} simulated, spread like published ones ({', '.join(parts)}); "
-        f"set your own values for a narrower range: {', '.join(own)}"
+        f"sites: {sites.count} simulated, spread like published ones ({', '.join(spread_texts)}); "
+        f"set your own values for a narrower range: {', '.join(keys)}"
     )
 
 
@@ -117,8 +119,8 @@ def _ledger_lines(made: Forecast) -> list[str]:
             )
     if len(rows) == 1:
         return ["nothing was lost"]
-    whole = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
-    rows.append(("all", *(_share_text(whole[phase]) for phase in phases), _share_text(1.0 - made.effective.mean)))
+    totals = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
+    rows.append(("all", *(_share_text(totals[phase]) for phase in phases), _share_text(1.0 - made.effective.mean)))
     return text_table(rows, right=range(1, len(phases) + 2))
 
 
@@ -130,11 +132,11 @@ def _share_text(value: float) -> str:
 
 def _formula_lines(policy: MonthsPolicy, made: Forecast) -> list[str]:
     rows = [("", "formula", "simulated", "difference", "")]
-    for one in made.phases:
-        if max(one.formula, one.simulated) >= SMALLEST:
+    for share in made.phases:
+        if max(share.formula, share.simulated) >= SMALLEST:
             rows.append(
-                (NAMES[one.phase], _share_text(one.formula), _share_text(one.simulated),
-                 f"{one.simulated - one.formula:+.2%}", _why_different(one, policy, made))
+                (NAMES[share.phase], _share_text(share.formula), _share_text(share.simulated),
+                 f"{share.simulated - share.formula:+.2%}", _why_different(share, policy, made))
             )  # fmt: skip
     simulated = made.effective.mean
     rows.append(("effective", f"{made.formula:.2%}", f"{simulated:.2%}", f"{simulated - made.formula:+.2%}", ""))
@@ -142,7 +144,7 @@ def _formula_lines(policy: MonthsPolicy, made: Forecast) -> list[str]:
 
 
 def _why_different(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
-    """What the formula does not see."""
+    """Explain a difference between the formula and the simulation by what the formula leaves out."""
     if abs(one.simulated - one.formula) < 5e-4:
         return ""
     reasons: Mapping[str, str] = {
@@ -168,7 +170,7 @@ def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
 def _why_recovery(made: Forecast, *, less: bool) -> str:
     if not less:
         return plural(round(made.planned), "planned restart")
-    if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
+    if sum(share.simulated for share in made.phases if share.phase in ("waiting", "stopped")) > IDLE:
         return "a job that is stopped does not fail"
     borne = f"{plural(round(made.borne), 'network failure')} survived; " if made.borne else ""
     return f"{borne}failures in a recovery overlap"
@@ -176,9 +178,11 @@ def _why_recovery(made: Forecast, *, less: bool) -> str:
 
 def _failure_lines(made: Forecast) -> list[str]:
     rows = [("cause", "per day", "per unit and day", "units", "interruptions")]
-    for one in made.rates:
-        each = f"{one.per_unit_day:.2g} per {one.unit}"
-        rows.append((one.cause, f"{one.per_day:.3g}", each, f"{one.units:,.0f}", f"{made.by_cause[one.cause]:,.1f}"))
+    for rate in made.rates:
+        unit_rate = f"{rate.per_unit_day:.2g} per {rate.unit}"
+        rows.append(
+            (rate.cause, f"{rate.per_day:.3g}", unit_rate, f"{rate.units:,.0f}", f"{made.by_cause[rate.cause]:,.1f}")
+        )
     lines = text_table(rows, right=(1, 3, 4))
     if made.borne:
         lines.append(f"{made.borne:,.1f} link and switch failures caused no interruption")
@@ -186,27 +190,30 @@ def _failure_lines(made: Forecast) -> list[str]:
 
 
 def _source_lines(made: Forecast) -> list[str]:
-    """Where the rates come from: the usual mix in one line, with a line for each rate of a named fabric."""
-    usual = [one for one in made.rates if LLAMA in one.source]
-    counts = ", ".join(f"{one.cause} {one.source.partition(' ')[0]}" for one in usual)
+    """Format the sources of the rates: the usual mix in one line, and a line for each source of a named fabric."""
+    usual = [rate for rate in made.rates if LLAMA in rate.source]
+    counts = ", ".join(f"{rate.cause} {rate.source.partition(' ')[0]}" for rate in usual)
     lines = [f"{counts} {usual[0].source.partition(' ')[2]}"] if usual else []
-    others = dict.fromkeys(one.source for one in made.rates if one not in usual)
-    return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
+    fabric_sources = dict.fromkeys(rate.source for rate in made.rates if rate not in usual)
+    return lines + [
+        f"{', '.join(rate.cause for rate in made.rates if rate.source == source)}: {source}"
+        for source in fabric_sources
+    ]
 
 
 def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
-    """What all rebuilding and leaving a model replica out make of the same failures."""
+    """Format the results of rebuilding all ranks and of leaving a model replica out."""
     if not made.losses:
         return []
     rows = [("fault.on_loss", "effective", "lost per interruption", "tokens lost", "")]
-    for one in made.losses:
-        chosen = "the job's" if one.is_chosen else ""
+    for response in made.losses:
+        chosen = "the job's" if response.is_chosen else ""
         rows.append(
             (
-                one.on_loss,
-                f"{one.effective.mean:.2%}",
-                format_seconds(one.lost_s) if one.lost_s else "-",
-                format_count(one.lost_tokens),
+                response.on_loss,
+                f"{response.effective.mean:.2%}",
+                format_seconds(response.lost_s) if response.lost_s else "-",
+                format_count(response.lost_tokens),
                 chosen,
             )
         )
@@ -267,14 +274,15 @@ def _lever_lines(made: Forecast) -> list[str]:
     if not made.levers:
         return []
     rows = [("change", "effective", "90% confidence", "worth")]
-    for one in made.levers:
-        gain, usd = one.gain, made.rent_usd[1] * one.gain.mean if made.rent_usd else None
+    for lever in made.levers:
+        gain, usd = lever.gain, made.rent_usd[1] * lever.gain.mean if made.rent_usd else None
         interval = "-" if math.isnan(gain.low) else f"{gain.low:+.2%} to {gain.high:+.2%}"
-        rows.append((one.name, f"{gain.mean:+.2%}", interval, format_money(usd) if usd is not None else "-"))
+        rows.append((lever.name, f"{gain.mean:+.2%}", interval, format_money(usd) if usd is not None else "-"))
     return [*text_table(rows, right=(1, 2, 3)), "the same failures with one change; worth at the median price"]
 
 
 def _wrap_line(text: str) -> list[str]:
-    if text.startswith(" ") or "  " in text:  # a table
+    # Lines with columns belong to a table.
+    if text.startswith(" ") or "  " in text:
         return [text]
     return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

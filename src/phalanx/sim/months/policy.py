@@ -1,4 +1,4 @@
-"""What decides how the months of a plan go: rates, times, places, and what the job does about failures."""
+"""The policy that a simulation of months follows: failure rates, recovery times, spare hosts and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.plan.shrink_layout import shrink_layout
 from phalanx.sim.months.causes import Cause, NetworkCauses, job_causes, per_day
 from phalanx.units import DAY_S
 
-# Corruption that no digest looks for shows as NaN or a bad loss: ByteRobust took 4,289 s from NaN to the restart
-# (arXiv 2509.16293, table 6).
+# Corruption that no digest detects shows as NaN or a bad loss: ByteRobust took 4,289 s from NaN to the restart (arXiv
+# 2509.16293, table 6).
 UNNOTICED_S = 4289.0
 # Planned interruptions of Llama 3 405B: 47 in 54 days on 2,048 hosts (arXiv 2407.21783 section 3.3.4).
 PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
@@ -26,36 +26,42 @@ PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeavingOut:
-    """What leaving a lost model replica out takes. `pace` is of steps in which replicas sum gradients by themselves."""
+    """The costs of leaving a lost model replica out. `pace` applies while replicas sum gradients themselves."""
 
     replicas: int
-    stall_s: float  # after it is noticed: the step in flight, and connecting the others anew
-    rejoin_s: float  # every rank waits for it when the replica is back
+    # Stall after the failure is noticed: the step in flight, and new connections of the other replicas.
+    stall_s: float
+    rejoin_s: float  # every rank waits so long when the replica is back
     pace: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonthsPolicy:
-    """A job as its months see it. `paces` are the pace at so many missing hosts; 0 and a count left out cannot run."""
+    """The policy of a job for a simulation of months.
+
+    `paces` has the pace by number of missing hosts; with 0, or a number that is not in it, the job cannot run.
+    """
 
     mix: tuple[Cause, ...]
     mtbf_s: float
     shape: float = 1.0  # of the Weibull gaps between failures; 1 is Poisson
     detect_s: float
-    restart_s: float  # from noticing to the next step: localisation included
+    restart_s: float  # from noticing to the next step, with localisation
     saving: Saving
     digest_s: float  # between comparisons of weights
     spares: int
     repair_s: float = REPAIR_S
     planned_per_day: float = 0.0
     recovery: str = "auto"
-    restarts: int = 3  # failures in a row before the supervisor gives up
-    network: NetworkCauses = field(default_factory=NetworkCauses)  # that made the mix
+    restarts: int = 3  # failures in a row after which the coordinator gives up
+    # The network that the causes in `mix` come from.
+    network: NetworkCauses = field(default_factory=NetworkCauses)
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
-    leaving: LeavingOut | None = None  # of a lost model replica, instead of a restart of all; None where all restart
+    # For a lost model replica, instead of a restart of all ranks; None: all restart.
+    leaving: LeavingOut | None = None
 
     def pace(self, missing: int) -> float:
-        """Of the planned speed, with so many hosts missing; 0 when the job must wait."""
+        """Return the share of the planned speed with `missing` hosts missing; 0 when the job must wait."""
         return self.paces.get(missing, 0.0)
 
 
@@ -67,10 +73,10 @@ def months_policy(
     planned_per_day: float | None = None,
     repair_s: float = REPAIR_S,
 ) -> MonthsPolicy:
-    """What a plan says, with the rest as given or usual."""
+    """Return the policy of a plan, with the given or usual values for the rest."""
     r, fault = plan.reliability, plan.job.fault
     planned = usual_planned_per_day(r.hosts) if planned_per_day is None else planned_per_day
-    every = digest_every(fault, r, plan.prediction)
+    digest_steps = digest_every(fault, r, plan.prediction)
     network = network or NetworkCauses()
     mix, mtbf_s = job_causes(plan, network)
     return MonthsPolicy(
@@ -80,8 +86,9 @@ def months_policy(
         detect_s=fault.detect_s,
         restart_s=fault.restart_s,
         saving=_saving_policy(plan),
-        digest_s=every * plan.prediction.step_s if every else math.inf,
-        spares=0 if fault.recovery == "shrink" else r.spares,  # under "shrink" lost ranks are not replaced
+        digest_s=digest_steps * plan.prediction.step_s if digest_steps else math.inf,
+        # Under "shrink" lost ranks are not replaced.
+        spares=0 if fault.recovery == "shrink" else r.spares,
         repair_s=repair_s,
         planned_per_day=planned,
         recovery=fault.recovery,
@@ -93,7 +100,10 @@ def months_policy(
 
 
 def leaving_out(plan: Plan) -> LeavingOut | None:
-    """As the plan prices it; None where there is one model replica, or the plan is older than that."""
+    """Return the costs of leaving a replica out, as in the plan.
+
+    None with one model replica, or for a plan without these values.
+    """
     loss, step_s = plan.reliability.replica_loss, plan.prediction.step_s
     if loss is None:
         return None
@@ -107,11 +117,12 @@ def leaving_out(plan: Plan) -> LeavingOut | None:
 
 
 def usual_planned_per_day(hosts: int) -> float:
-    """Llama 3's rate per host; a larger cluster shares its windows, which is an assumption of ours."""
+    """Return Llama 3's rate per host; we assume that larger clusters share maintenance windows."""
     return PLANNED_PER_DAY * min(1.0, hosts / PLANNED_HOSTS)
 
 
 def _saving_policy(plan: Plan) -> Saving:
+    """Return the intervals and costs of checkpoints and in-memory copies as the plan predicts them."""
     r, step_s = plan.reliability, plan.prediction.step_s
     lag_s = r.persist_s if plan.job.checkpoint.asynchronous else 0.0
     if not r.memory_every:
@@ -129,53 +140,57 @@ def _saving_policy(plan: Plan) -> Saving:
 
 
 def _pace_by_missing(plan: Plan) -> Mapping[int, float]:
-    """Pace by missing hosts: the same batch on fewer data ranks takes more micro-batches."""
-    found = {0: 1.0}
+    """Return the pace by missing hosts: the same batch on fewer data ranks takes more micro-batches."""
+    paces = {0: 1.0}
     if plan.job.fault.recovery not in ("auto", "shrink"):
-        return MappingProxyType(found)
+        return MappingProxyType(paces)
     full, host_devices = plan.layout, plan.cluster.host_devices
-    each, sequences = full.devices // full.data, full.data * full.micro_batch * full.accumulation
-    by_data: dict[int, float] = {}  # whole data ranks decide: thousands of hosts are a few layouts
+    devices_per_replica, sequences = full.devices // full.data, full.data * full.micro_batch * full.accumulation
+    # Whole data ranks decide, so thousands of hosts need only a few layouts.
+    by_data: dict[int, float] = {}
     for missing in range(1, plan.reliability.hosts):
         ranks = full.devices - missing * host_devices
-        if ranks // each not in by_data:
+        if ranks // devices_per_replica not in by_data:
             fewer = shrink_layout(full, ranks=ranks, sequences=sequences)
-            by_data[ranks // each] = full.accumulation / fewer.accumulation if fewer else 0.0
-        found[missing] = by_data[ranks // each]
-    return MappingProxyType(found)
+            by_data[ranks // devices_per_replica] = full.accumulation / fewer.accumulation if fewer else 0.0
+        paces[missing] = by_data[ranks // devices_per_replica]
+    return MappingProxyType(paces)
 
 
 def failing_units(plan: Plan, cause: Cause) -> float:
-    """How many devices, hosts, links or switches can have a failure."""
+    """Return the number of devices, hosts, links or switches that can fail with this cause."""
     return cause.units or (plan.reliability.hosts if cause.unit == "host" else plan.layout.devices)
 
 
 def failures_per_day(made: MonthsPolicy, cause: Cause) -> float:
-    """Of all of them."""
+    """Return the failures per day of this cause, over all units."""
     return cause.share * per_day(made.mtbf_s)
 
 
 def expected_failures(made: MonthsPolicy, days: float) -> float:
-    """How many failures a run of so many days should see."""
+    """Return the number of failures expected in a run of `days` days."""
     return days * DAY_S / made.mtbf_s
 
 
-# Training time that counts, and how much of it survives: checkpoints on disk and copies in memory.
+# Training time that counts, and how much of it survives a failure: checkpoints on disk and copies in memory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """How state is kept. Seconds; `copy_every_s` is training time between copies in memory, infinite for none."""
+    """The saving of state: intervals and costs in seconds.
+
+    `copy_every_s` is training time between copies in memory, infinite for none.
+    """
 
     interval_s: float  # training time between checkpoints
-    blocking_s: float  # training stands still for one
+    blocking_s: float  # training stalls so long for one
     lag_s: float  # from then until it is safe on disk
     copy_every_s: float = math.inf
     copy_share: float = 0.0  # time of a copy over the training time between two
 
     @property
     def cycle_s(self) -> float:
-        """From one checkpoint to the next."""
+        """The wall-clock time from one checkpoint to the next."""
         return self.interval_s + self.blocking_s
 
 
@@ -193,20 +208,21 @@ class RunProgress:
         self.done_s = 0.0
         self._saving = saving
         self._cycle_s = 0.0  # since the last checkpoint, or since the start
-        self._base_s = 0.0  # what was done when the job started last
-        # (when, what was done then); the first is the state before training. One more than may be under way at once.
+        self._base_s = 0.0  # training done when the job last started
+        # (time, training done then) of checkpoints; the first is the state before training. Several may be in
+        # progress at once, so one more than those is kept.
         writing = math.ceil(saving.lag_s / saving.cycle_s) if math.isfinite(saving.cycle_s) else 0
         self._taken = deque([(-math.inf, 0.0)], maxlen=writing + 2)
 
     @property
     def newest_s(self) -> float:
-        """What was done when the newest checkpoint was taken."""
+        """The training that was done when the newest checkpoint was taken."""
         return self._taken[-1][1]
 
     def advance(self, start_s: float, seconds: float, *, speed: float) -> float:
-        """Run for `seconds` of wall-clock time from `start_s`; returns those not spent on checkpoints.
+        """Run for `seconds` of wall-clock time from `start_s`; returns the seconds not spent on checkpoints.
 
-        `speed` is the training time done in a second of that.
+        `speed` is the training time done per second of them.
         """
         s = self._saving
         if not math.isfinite(s.interval_s):
@@ -223,7 +239,7 @@ class RunProgress:
         return worked_s
 
     def restore(self, now_s: float) -> float:
-        """Go back to the newest state that is left after a failure; returns the training time lost."""
+        """Go back to the newest state that survives a failure; returns the training time lost."""
         s = self._saving
         while self._taken[-1][0] + s.lag_s > now_s:
             self._taken.pop()
@@ -233,7 +249,7 @@ class RunProgress:
         return self._back_to(max(copied_s, self.newest_s))
 
     def roll_back(self, done_s: float) -> float:
-        """Go back to a checkpoint of that time and forget the later ones; returns the training time lost."""
+        """Go back to a checkpoint of that training time and discard later ones; returns the training time lost."""
         while self._taken and self._taken[-1][1] > done_s:
             self._taken.pop()
         if not self._taken or self.newest_s < done_s:
@@ -241,7 +257,7 @@ class RunProgress:
         return self._back_to(min(done_s, self.done_s))
 
     def save(self) -> None:
-        """A checkpoint that was waited for, until it was on disk."""
+        """Record a checkpoint for which training waited until it was on disk."""
         self._taken.append((-math.inf, self.done_s))
         self._back_to(self.done_s)
 

@@ -1,4 +1,4 @@
-"""The question of every large cluster in one table: who recovers in the network, and how fast does a job restart."""
+"""A table that compares recovery in the network, conventional or at the edge, and restart times of the job."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from phalanx.sim.months.policy import MonthsPolicy
 from phalanx.sim.months.simulate_run import RunOutcome
 from phalanx.units import DAY_S, HOUR_S, format_money, plural
 
-# From a failure to the next step: a slow restart of tens of thousands of devices (ten minutes: the frontier's
-# planning figure, shared by FT-HSDP, arXiv 2602.00277) and one with warm spares (ByteRobust, arXiv 2509.16293: 65 s).
+# Seconds from a failure to the next step: a slow restart of tens of thousands of devices (ten minutes: the planning
+# figure of frontier labs, shared by FT-HSDP, arXiv 2602.00277) and one with warm spares (ByteRobust, arXiv
+# 2509.16293: 65 s).
 RECOVERIES_S = (600.0, 90.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryTableRow:
-    """One policy. `network_lost` is the share of the time lost to links and switches."""
+    """The result of one policy. `network_lost` is the share of the time lost to links and switches."""
 
     recovery_s: float
     edge: bool
     effective: ForecastSpread
-    sites: SiteRange | None  # the same at other sites; None where the rates are the user's own
+    sites: SiteRange | None  # the same at other sites; None where the user set the rates
     interruptions_per_day: float
     network_lost: float
     lost_device_hours_per_day: float
@@ -33,45 +34,45 @@ class RecoveryTableRow:
 
 
 def compared_recoveries(own_s: float) -> tuple[float, ...]:
-    """Seconds of recovery to compare: the job's own beside the usual two."""
+    """Return the recovery times to compare, in seconds: the job's own and the two of RECOVERIES_S."""
     return tuple(sorted({*RECOVERIES_S, own_s}, reverse=True))
 
 
 def with_recovery(policy: MonthsPolicy, seconds: float) -> MonthsPolicy:
-    """The same job back after so many seconds; noticing takes what it took, and the restart the rest."""
+    """Return the policy with a recovery time of `seconds`; detection takes the same time, and the restart the rest."""
     detect_s = min(policy.detect_s, seconds)
     return replace(policy, detect_s=detect_s, restart_s=seconds - detect_s)
 
 
 def recovery_cases(conventional: MonthsPolicy, edge: MonthsPolicy) -> Iterator[MonthsPolicy]:
-    """Every recovery on both networks."""
+    """Yield a policy for every recovery time on both networks."""
     for seconds in compared_recoveries(conventional.detect_s + conventional.restart_s):
-        for one in (conventional, edge):
-            yield with_recovery(one, seconds)
+        for policy in (conventional, edge):
+            yield with_recovery(policy, seconds)
 
 
 def recovery_row(
     plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], sites: SiteRange | None = None
 ) -> RecoveryTableRow:
-    """What the runs of one policy say."""
-    made = forecast_months(plan, policy, outcomes, seed=0)
+    """Return the table row of one policy from its simulated runs."""
+    forecast = forecast_months(plan, policy, outcomes, seed=0)
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
     return RecoveryTableRow(
         recovery_s=policy.detect_s + policy.restart_s,
         edge=policy.network.edge,
-        effective=made.effective,
+        effective=forecast.effective,
         sites=sites,
-        interruptions_per_day=made.interruptions.mean / made.days,
-        network_lost=sum(sum(made.lost.get(cause, {}).values()) for cause in ALL_NETWORK),
-        lost_device_hours_per_day=rented * DAY_S / HOUR_S * (1.0 - made.effective.mean),
-        lost_usd_per_day=made.lost_usd[1] / made.days if made.lost_usd else None,
+        interruptions_per_day=forecast.interruptions.mean / forecast.days,
+        network_lost=sum(sum(forecast.lost.get(cause, {}).values()) for cause in ALL_NETWORK),
+        lost_device_hours_per_day=rented * DAY_S / HOUR_S * (1.0 - forecast.effective.mean),
+        lost_usd_per_day=forecast.lost_usd[1] / forecast.days if forecast.lost_usd else None,
     )
 
 
 def recovery_table_text(
     plan: Plan, rows: Sequence[RecoveryTableRow], *, days: float, runs: int, seed: int, network: str
 ) -> str:
-    """The table."""
+    """Format the table."""
     head = f"{plan.job.name}: {plural(days, 'day')} on {plan.cluster.name} ({plural(plan.layout.devices, 'device')})"
     heads = (
         "recovery",
@@ -83,7 +84,7 @@ def recovery_table_text(
         "lost to network",
         "device-h lost/day",
     )
-    lines = [(*heads, "lost/day"), *(_row_cells(one) for one in rows)]
+    lines = [(*heads, "lost/day"), *(_row_cells(row) for row in rows)]
     body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",

@@ -1,4 +1,7 @@
-"""The event kernel: a heap of (time, order, action), and a clock that jumps from one to the next."""
+"""Simulate one run over months: an event kernel, a ledger of the time, and the run itself.
+
+The kernel is a heap of (time, order, action), and a clock that jumps from one action to the next.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from phalanx.units import DAY_S
 
 
 class MonthsClock:
-    """Simulated seconds. Actions of one instant run in the order they were asked for.
+    """A clock of simulated seconds. Actions at the same time run in the order in which they were scheduled.
 
-    >>> clock, seen = MonthsClock(), []
-    >>> clock.after(5.0, lambda: seen.append(clock.now_s))
-    >>> clock.after(2.0, lambda: clock.after(1.0, lambda: seen.append(clock.now_s)))
+    >>> clock, times = MonthsClock(), []
+    >>> clock.after(5.0, lambda: times.append(clock.now_s))
+    >>> clock.after(2.0, lambda: clock.after(1.0, lambda: times.append(clock.now_s)))
     >>> clock.run(until_s=10.0)
-    >>> seen, clock.now_s, clock.events
+    >>> times, clock.now_s, clock.events
     ([3.0, 5.0], 10.0, 3)
     """
 
@@ -36,12 +39,12 @@ class MonthsClock:
         self._order = itertools.count()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something that many seconds from now; never, when they are infinite."""
+        """Schedule an action in `seconds` from now; an infinite time means never."""
         if math.isfinite(seconds):
             heapq.heappush(self._heap, (self.now_s + seconds, next(self._order), action))
 
     def run(self, *, until_s: float) -> None:
-        """Everything that happens before `until_s`."""
+        """Run every action before `until_s`."""
         while self._heap and self._heap[0][0] < until_s:
             self.now_s, _, action = heapq.heappop(self._heap)
             self.events += 1
@@ -49,44 +52,46 @@ class MonthsClock:
         self.now_s = until_s
 
 
-# Where the time of a run went: seconds by cause and phase, which with the training that counts are all there were.
+# The ledger of a run: seconds lost, by cause and phase; with the effective training time they add up to the wall
+# time.
 
 
 PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "stalled", "degraded", "stopped")
-SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no failures
-EXCHANGE, ABSENT = "separate replicas", "replica left out"  # likewise, where lost model replicas are left out
+SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are not failures
+# Two more, which occur where lost model replicas are left out.
+EXCHANGE, ABSENT = "separate replicas", "replica left out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutcome:
-    """One simulated run. `lost_s` are seconds by (cause, phase); with `done_s` they add up to `wall_s`."""
+    """The result of one simulated run. `lost_s`, by (cause, phase), and `done_s` add up to `wall_s`."""
 
     wall_s: float
     done_s: float  # training at the planned pace that was not lost again
     lost_s: Mapping[tuple[str, str], float]
     interruptions: Mapping[str, int]  # by cause, planned ones included
-    borne: int  # failures of the network that the job outlived
-    failures: int  # that struck, borne and silent ones included
+    borne: int  # network failures that the job survived
+    failures: int  # all failures, survived and silent ones included
     spares_used: int
-    most_spares: int  # out at once
+    most_spares: int  # in use at once
     longest_gap_s: float  # without a step
     gave_up: int  # incidents with more failures in a row than fault.restarts allows
     events: int
 
     @property
     def effective(self) -> float:
-        """Share of the time that trained."""
+        """The share of the time that trained."""
         return self.done_s / self.wall_s
 
     @property
     def unexpected(self) -> int:
-        """Interruptions that nobody planned."""
+        """The number of interruptions that were not planned."""
         return sum(count for cause, count in self.interruptions.items() if cause != PLANNED)
 
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Filled while a run goes."""
+    """The ledger of a run in progress."""
 
     lost_s: Counter[tuple[str, str]] = field(default_factory=Counter)
     interruptions: Counter[str] = field(default_factory=Counter)
@@ -98,12 +103,12 @@ class TimeLedger:
     gave_up: int = 0
 
     def lose(self, cause: str, phase: str, seconds: float) -> None:
-        """Book seconds that did not train."""
+        """Add seconds that did not train to a cause and phase."""
         if seconds:
             self.lost_s[cause, phase] += seconds  # type: ignore[assignment]  # a Counter of floats
 
     def close(self, *, wall_s: float, done_s: float, events: int) -> RunOutcome:
-        """The run is over."""
+        """Return the outcome at the end of the run."""
         return RunOutcome(
             wall_s=wall_s,
             done_s=done_s,
@@ -119,57 +124,62 @@ class TimeLedger:
         )
 
 
-# One run over days, failure by failure: it falls, notices, waits for a place, starts again, and loses what it must.
-#
-# Every method that changes how time is spent first settles the time since the last change. A failure during a recovery
-# starts that recovery anew; while the job waits for hosts or is stopped its devices are idle, and nothing fails.
+# One run over days, failure by failure: the job fails, notices, waits for hosts, restarts, and loses work.
+# Every method that changes how time is spent first settles the time since the last change. A failure during a
+# recovery starts that recovery anew. While the job waits for hosts or is stopped its devices are idle, and no
+# failures occur.
 
 
 NEVER = float("inf")
 
 
 def simulate_run(policy: MonthsPolicy, *, days: float, random: np.random.Generator) -> RunOutcome:
-    """One run of `days`. The same random source gives the same run."""
+    """Simulate one run of `days`. The same random source gives the same run."""
     run = _Run(policy, random)
     run.clock.run(until_s=days * DAY_S)
     return run.close()
 
 
 def simulate_runs(policy: MonthsPolicy, *, days: float, count: int, seed: int) -> Iterator[RunOutcome]:
-    """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
+    """Yield runs that differ only by their random numbers; run `i` is the same for every `count`."""
     for index in range(count):
-        random = np.random.Generator(np.random.PCG64([seed, index]))  # by name: numpy may change its default
+        # PCG64 by name, as numpy may change its default generator.
+        random = np.random.Generator(np.random.PCG64([seed, index]))
         yield simulate_run(policy, days=days, random=random)
 
 
 class _Run:
-    """What holds now: is the job up, since when, in which phase, with how many hosts."""
+    """The state of a run: training or not, since when, in which phase, with how many hosts."""
 
     def __init__(self, policy: MonthsPolicy, random: np.random.Generator) -> None:
         self.clock = MonthsClock()
         self._policy, self._ledger = policy, TimeLedger()
-        # A source for each, so that another policy meets the same failures: differences between policies are theirs.
+        # Separate random sources, so that every policy meets the same failures and differences are due to the
+        # policies.
         failing, self._planning, self._random = random.spawn(3)
         self._progress = RunProgress(policy.saving)
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._generation, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
-        self._absent, self._absences = 0, 0  # model replicas that are left out, and will be back; how often one was
+        # Model replicas that are left out and will return; how often one was.
+        self._absent, self._absences = 0, 0
         self._outage_until_s = 0.0
-        self._narrow: list[Cause] = []  # borne, and not back yet
-        self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
+        # Parts that failed without interrupting the job, and are not back yet.
+        self._narrow: list[Cause] = []
+        # Newest checkpoint from before a corruption that is not noticed yet.
+        self._sound_s: float | None = None
         self._arrivals = failure_arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
         self._next_failure()
         self._next_planned()
 
     def close(self) -> RunOutcome:
-        """Settle what is open."""
+        """Settle the open time and return the outcome."""
         self._book_time()
         if not self._up:
             self._end_gap()
         return self._ledger.close(wall_s=self.clock.now_s, done_s=self._progress.done_s, events=self.clock.events)
 
-    # What happens to the job.
+    # Failures and planned restarts.
 
     def _next_failure(self) -> None:
         if self._policy.mtbf_s < NEVER:
@@ -177,6 +187,7 @@ class _Run:
             self.clock.after(gap_s, partial(self._take_failure, cause))
 
     def _take_failure(self, cause: Cause) -> None:
+        """Apply a failure of one cause; while the job waits for hosts or is stopped, none occurs."""
         self._next_failure()
         if not self._up and self._phase in ("waiting", "stopped"):
             return
@@ -192,15 +203,15 @@ class _Run:
                 self._interrupt_run(cause, noticed_s=self._policy.detect_s)
 
     def _corrupt_weights(self, cause: Cause) -> None:
-        """Weights go wrong and training goes on; idle devices harm nothing."""
+        """Corrupt the weights; training continues until it is noticed. On idle devices it has no effect."""
         if self._up and self._sound_s is None:
             self._sound_s = self._progress.newest_s
             digest_s = self._policy.digest_s
-            found_s = self._random.random() * digest_s if digest_s < NEVER else UNNOTICED_S
-            self.clock.after(found_s, partial(self._find_corruption, cause))
+            unnoticed_s = self._random.random() * digest_s if digest_s < NEVER else UNNOTICED_S
+            self.clock.after(unnoticed_s, partial(self._find_corruption, cause))
 
     def _find_corruption(self, cause: Cause) -> None:
-        """Digests differ: back to the checkpoint from before, unless another failure went back there already."""
+        """Roll back to the checkpoint before the corruption, unless another failure has already done so."""
         self._book_time()
         if self._sound_s is not None:
             self._ledger.lose(cause.name, "redone", self._progress.roll_back(self._sound_s))
@@ -208,7 +219,7 @@ class _Run:
             self._interrupt_run(cause, noticed_s=0.0)
 
     def _bear_stall(self, cause: Cause, stall_s: float) -> None:
-        """Other paths take over after a stall; the network is narrower until the part is back."""
+        """Stall until other paths take over; the network is narrower until the part is back."""
         self._ledger.borne += 1
         self._narrow.append(cause)
         away_s = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
@@ -226,7 +237,7 @@ class _Run:
             self.clock.after(gap_s, self._begin_maintenance)
 
     def _begin_maintenance(self) -> None:
-        """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""
+        """Save, wait until the checkpoint is safe, and restart; a job that is down anyway needs no extra restart."""
         self._next_planned()
         self._book_time()
         if self._up:
@@ -234,7 +245,7 @@ class _Run:
             self._save_and_restart(PLANNED)
 
     def _save_and_restart(self, cause: str) -> None:
-        """A checkpoint that is waited for, then a restart from it."""
+        """Wait for a checkpoint, then restart from it."""
         saving = self._policy.saving
         self._spend_phase(cause, "checkpoint", saving.blocking_s + saving.lag_s, then=self._after_save)
 
@@ -242,9 +253,10 @@ class _Run:
         self._progress.save()
         self._begin_restart()
 
-    # Down, and up again.
+    # Recovery.
 
     def _interrupt_run(self, cause: Cause, *, noticed_s: float) -> None:
+        """Interrupt the job: lose the work since the newest state, remove the host, and start detection or stop."""
         self._ledger.interruptions[cause.name] += 1
         self._in_a_row += 1
         self._ledger.gave_up += self._in_a_row == self._policy.restarts
@@ -259,12 +271,14 @@ class _Run:
             self._spend_phase(cause.name, "detect", noticed_s, then=self._after_notice)
 
     def _leave_out(self, cause: Cause) -> bool:
-        """Whether the other model replicas go on without the one that was struck, until it is built again."""
+        """Return True if the other model replicas continue without the failed one until it is rebuilt."""
         leaving = self._policy.leaving
         if leaving is None or not self._up or cause.outage_s or self._absent:
-            return False  # one at a time, as the trainer does it: with a second one lost, all restart
+            # One at a time, as in the trainer: if a second one is lost, all restart.
+            return False
         if cause.takes_host and not self._idle:
-            return False  # nobody can take its place: the job shrinks, or waits
+            # No spare host can replace it: the job shrinks, or waits.
+            return False
         self._ledger.interruptions[cause.name] += 1
         if cause.takes_host:
             self._take_host()
@@ -279,7 +293,7 @@ class _Run:
         self._spend_phase(cause, "restart", leaving.stall_s, then=self._resume_training)
 
     def _rejoin_replica(self, cause: str, absence: int) -> None:
-        """A replica is built again; in a restart of all it comes with the others."""
+        """A replica is rebuilt; in a restart of all replicas it returns with the others."""
         self._book_time()
         if self._absent and absence == self._absences:
             self._absent = 0
@@ -287,7 +301,7 @@ class _Run:
                 self._spend_phase(cause, "restart", self._policy.leaving.rejoin_s, then=self._resume_training)
 
     def _spend_phase(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
-        """Spend seconds of a phase; whatever was under way is given up."""
+        """Spend seconds in a phase, which replaces the phase in progress."""
         if self._up:
             self._fell_s = self.clock.now_s
         self._up, self._cause, self._phase = False, cause, phase
@@ -300,7 +314,7 @@ class _Run:
             action()
 
     def _after_notice(self) -> None:
-        """Start again if there are places for it and the network is there, else wait."""
+        """Restart if there are enough hosts and the network works, else wait."""
         outage_s = self._outage_until_s - self.clock.now_s
         if not self._policy.pace(self._missing):
             self._spend_phase(self._cause, "waiting", NEVER, then=self._after_notice)
@@ -315,7 +329,8 @@ class _Run:
 
     def _resume_training(self) -> None:
         self._end_gap()
-        self._up, self._in_a_row = True, 0  # the next step is done before the next failure, all but always
+        # The next step is almost always done before the next failure.
+        self._up, self._in_a_row = True, 0
 
     def _end_gap(self) -> None:
         self._ledger.longest_gap_s = max(self._ledger.longest_gap_s, self.clock.now_s - self._fell_s)
@@ -323,7 +338,7 @@ class _Run:
     # Hosts.
 
     def _take_host(self) -> None:
-        """A host leaves; a spare takes its place where there is one. Under "shrink" it never comes back."""
+        """Remove a host; a spare replaces it if there is one. Under "shrink" it never returns."""
         if self._idle:
             self._idle -= 1
             self._ledger.spares_used += 1
@@ -334,7 +349,7 @@ class _Run:
             self.clock.after(self._policy.repair_s, self._return_host)
 
     def _return_host(self) -> None:
-        """A repaired host fills a gap in the job, which saves and starts again with it if that makes it faster."""
+        """Return a repaired host to a gap in the job, which saves and restarts with it if that makes it faster."""
         self._book_time()
         if not self._missing:
             self._idle += 1
@@ -349,7 +364,7 @@ class _Run:
     # Time.
 
     def _book_time(self) -> None:
-        """Book the time since the last change."""
+        """Settle the time since the last change."""
         start_s, self._since_s = self._since_s, self.clock.now_s
         seconds = self.clock.now_s - start_s
         if self._up:
@@ -358,21 +373,22 @@ class _Run:
             self._ledger.lose(self._cause, self._phase, seconds)
 
     def _book_training(self, start_s: float, seconds: float) -> None:
+        """Split a time of training into progress, saving, and losses to missing hosts, the network and replicas."""
         lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
         slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
         pace = shrunk * slowest.pace if slowest else shrunk
         leaving = self._policy.leaving
-        whole, exchanging, absent = pace, 0.0, 0.0
+        network_pace, exchanging, absent_share = pace, 0.0, 0.0
         if leaving is not None:
-            exchanging = whole * (1.0 - leaving.pace)
-            absent = whole * leaving.pace * self._absent / leaving.replicas
-            pace = whole - exchanging - absent
+            exchanging = network_pace * (1.0 - leaving.pace)
+            absent_share = network_pace * leaving.pace * self._absent / leaving.replicas
+            pace = network_pace - exchanging - absent_share
         speed = pace / (1.0 + self._policy.saving.copy_share)
         worked_s = self._progress.advance(start_s, seconds, speed=speed)
         lose(SAVING, "checkpoint", seconds - worked_s)
         lose(SAVING, "copies", worked_s * (pace - speed))
         lose(SHORT, "degraded", worked_s * (1.0 - shrunk))
         if slowest:
-            lose(slowest.name, "degraded", worked_s * (shrunk - whole))
+            lose(slowest.name, "degraded", worked_s * (shrunk - network_pace))
         lose(EXCHANGE, "degraded", worked_s * exchanging)
-        lose(ABSENT, "degraded", worked_s * absent)
+        lose(ABSENT, "degraded", worked_s * absent_share)

@@ -1,1 +1,1 @@
-"""Packets in slots: queues, marks, trimming, path states and a congestion window, healthy and broken."""
+"""The packet engine: simulation in slots, with queues, marks, trimming, path states and a congestion window."""

@@ -1,13 +1,14 @@
-"""The compiled loop: one slot is the time of one packet on a port.
+"""The compiled loop of the packet engine: one slot is the time of one packet on a port.
 
-Imported only when a simulation runs, because importing it compiles with numba.
-In every slot: packets that reach the end of a wire enter the next queue or are delivered, events reach the senders,
-every port sends the head of its queue, every NIC port sends a packet of a connection whose window allows it.
-Whatever competes for the same thing in a slot (packets for a queue, planes for a connection's window) comes in an order
-that changes from slot to slot, or in turn: see `nth`.
-What it takes from other files is in the key of its cache: see `parts.py`.
-Arrays are taken out of their groups before a loop and handed on one by one: reading a group inside a loop, or a row of
-a table as an array of its own, costs an atomic reference count each time (9x on 131,072 hosts).
+It is imported only when a simulation runs, because importing it compiles with numba. In every slot: packets that
+reach the end of a wire enter the next queue or are delivered, events reach the senders, every port sends the head of
+its queue, every NIC port sends a packet of a connection whose window allows it. Packets that compete for a queue in a
+slot, and planes that compete for a connection's window, come in an order that changes from slot to slot, or in turn:
+see `nth`.
+
+The key of its cache covers the files it uses: see `parts.py`. Arrays are taken out of their groups before a loop and
+passed one by one: reading a group inside a loop, or a row of a table as a separate array, costs an atomic reference
+count each time (9x on 131,072 hosts).
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ from phalanx.sim.packets.switches import deliver, from_nics, from_t0, from_t1, o
 def arrive(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, routed: int
 ) -> None:
-    """Everything that reaches the end of a wire in this slot; below a T0 and above it take turns at being first.
+    """Process everything that reaches the end of a wire in this slot.
 
-    So do planes: of packets acknowledged together the last one tells its path and its delay, and its port answers.
+    Links below and above the T0s take turns at being first, and so do planes: of packets acknowledged together, the
+    last one determines the path and the delay, and its port sends the acknowledgement.
     """
     word = shuffled(slot)
     plane = word % shape.planes
@@ -68,13 +70,13 @@ def arrive(
 
 @part
 def carries(net: Net, totals: Ints, link: int) -> bool:
-    """Whether a probe passes a link."""
+    """Return True if a probe passes a link."""
     return bool(net.share[link] > 0 and (net.loss[link] == 0 or draw(totals) >= net.loss[link]))
 
 
 @part
 def alive(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, flow: int, path: int) -> bool:
-    """Whether a probe over a path comes through."""
+    """Return True if a probe passes all links of a path."""
     base = ((path + flow) % shape.planes) * shape.per_plane
     up = base + 2 * shape.hosts
     source, target = traffic.source[flow], traffic.target[flow]
@@ -90,15 +92,17 @@ def alive(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, 
     if traffic.links[flow] == 4 or not ok:
         return bool(ok)
     pods_up = (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2
-    turn, place = spread(knobs.seed, flow, path, 2, shape.t1_up), port % shape.t1_per_pod
-    here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
-    there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up + turn
-    ok = carries(net, totals, up + 2 * ups + here) and carries(net, totals, up + 2 * ups + pods_up + there)
+    turn, pod_t1 = spread(knobs.seed, flow, path, 2, shape.t1_up), port % shape.t1_per_pod
+    source_uplink = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + pod_t1) * shape.t1_up + turn
+    target_uplink = ((goal // shape.t0_per_pod) * shape.t1_per_pod + pod_t1) * shape.t1_up + turn
+    ok = carries(net, totals, up + 2 * ups + source_uplink) and carries(
+        net, totals, up + 2 * ups + pods_up + target_uplink
+    )
     return bool(ok)
 
 
 def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
-    """What Python calls. `stamp` stands in each, because numba keys its cache on the variables around a function."""
+    """Return the compiled functions; each closes over `stamp`, as numba keys its cache on closure variables."""
 
     @compile_loop
     def advance(
@@ -128,7 +132,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
             else:
                 inject_in_turn(shape, knobs, net, traffic, calendar, totals, slot)
             slot += 1
-            # Nothing moves and nobody may send: on to the next thing that a sender hears.
+            # Nothing moves and no sender may send: skip to the next event at a sender.
             if totals[SENT] == before == totals[DELIVERED] + totals[TRIMS] + totals[LOSSES_SEEN]:
                 while slot < end and calendar.first[slot % shape.ring] < 0:
                     slot += 1
@@ -137,7 +141,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
 
     @compile_loop
     def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
-        """Every `phases`-th connection tries its retired paths; one whose links all carry the probe is good again."""
+        """Probe the retired paths of every `phases`-th connection; paths whose links pass the probe are good again."""
         _ = stamp
         for flow in range(phase, traffic.path.shape[0], phases):
             if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:
@@ -149,7 +153,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
 
     @compile_loop
     def deny(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
-        """Take the paths over links without a share out of use, for good."""
+        """Take the paths over links without a share out of use permanently."""
         _ = stamp
         for flow in range(traffic.path.shape[0]):
             for path in range(knobs.paths):

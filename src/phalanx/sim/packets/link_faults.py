@@ -1,4 +1,4 @@
-"""What breaks during a simulation, when, and for how long."""
+"""Faults of links and switches during a simulation, with their times, and denied parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from phalanx.sim.fabric_links import BrokenParts, Ints, Links, link_shares
 from phalanx.sim.packets.engine_state import DENIED
 from phalanx.sim.packets.simulation_arrays import PacketWorld
 
-# "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: what uet-htsim's `-failed` slows.
+# "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: the links that uet-htsim's `-failed`
+# slows.
 Part = Literal["link", "t1_link", "t1_fall", "t0", "t1", "nic", "transceiver", "traffic"]
 
 
@@ -22,26 +23,28 @@ class FabricFault:
     """A part that loses its speed (`left` of it remains) or some of its packets (`loss`) from `at_s` to `until_s`."""
 
     part: Part
-    number: int = 0  # of the switch that a link goes up from, of the switch, or of the host
+    number: int = 0  # of the switch below the link, of the switch, or of the host
     port: int = 0  # uplink of that switch, for a link
     plane: int = 0
     at_s: float = 0.0
     until_s: float = math.inf
     left: float = 0.0
     loss: float = 0.0  # above 0 the part keeps its speed: a grey failure
-    short: bool = False  # with its speed its queue and where that marks shrink: so do slow links of uet-htsim
+    # The queue and its marking threshold shrink with the speed, as for slow links of uet-htsim.
+    short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Links that change in a slot: `routed` ones are only what routing knows."""
+    """Links that change in a slot; `routed` changes affect only what routing knows."""
 
     slot: int
     links: Ints
     share: float
     loss: float
     room: float = 1.0  # of the queue
-    routed: int | None = None  # 1: routing avoids them from now on; 0: uses them again
+    # 1: routing avoids them from now on; 0: uses them again; None: the links themselves change.
+    routed: int | None = None
 
 
 def link_changes(
@@ -52,31 +55,31 @@ def link_changes(
     converge_s: float | None,
     denied: tuple[FabricFault, ...] = (),
 ) -> list[Change]:
-    """Faults as changes of links in order of time; with `converge_s` routing follows that much later.
+    """Return faults as changes of links in order of time; with `converge_s` routing follows that much later.
 
-    Where there is routing, what is `denied` is out of service for it from the start; MRC's senders deny paths instead.
+    With routing, `denied` parts are out of service from the start; MRC's senders deny paths instead.
     """
-    found: list[Change] = []
+    changes: list[Change] = []
     gone = denied_links(links, denied) if converge_s is not None else np.empty(0, dtype=np.int64)
     if len(gone):
-        found += [Change(slot=0, links=gone, share=0.0, loss=0.0, routed=known) for known in (None, 1)]
+        changes += [Change(slot=0, links=gone, share=0.0, loss=0.0, routed=routed) for routed in (None, 1)]
     for fault in faults:
         _check_fault(fault)
-        hit = np.setdiff1d(fault_links(links, fault), gone)
+        hit_links = np.setdiff1d(fault_links(links, fault), gone)
         grey = fault.loss > 0
         begin, end = _fault_slot(fault.at_s, slot_s), _fault_slot(fault.until_s, slot_s)
         share, room = 1.0 if grey else fault.left, fault.left if fault.short else 1.0
-        found.append(Change(slot=begin, links=hit, share=share, loss=fault.loss, room=room))
+        changes.append(Change(slot=begin, links=hit_links, share=share, loss=fault.loss, room=room))
         # Routing follows a dead link, never a slow or a grey one: the port is up.
         if converge_s is not None and not grey and fault.left == 0:
-            known = begin + _fault_slot(converge_s, slot_s)
-            if known < end:
-                found.append(Change(slot=known, links=hit, share=0.0, loss=0.0, routed=1))
+            known_slot = begin + _fault_slot(converge_s, slot_s)
+            if known_slot < end:
+                changes.append(Change(slot=known_slot, links=hit_links, share=0.0, loss=0.0, routed=1))
             if math.isfinite(fault.until_s):
-                found.append(Change(slot=end, links=hit, share=1.0, loss=0.0, routed=0))
+                changes.append(Change(slot=end, links=hit_links, share=1.0, loss=0.0, routed=0))
         if math.isfinite(fault.until_s):
-            found.append(Change(slot=end, links=hit, share=1.0, loss=0.0))
-    return sorted(found, key=lambda change: change.slot)
+            changes.append(Change(slot=end, links=hit_links, share=1.0, loss=0.0))
+    return sorted(changes, key=lambda change: change.slot)
 
 
 def _fault_slot(time_s: float, slot_s: float) -> int:
@@ -84,30 +87,32 @@ def _fault_slot(time_s: float, slot_s: float) -> int:
 
 
 def denied_links(links: Links, denied: tuple[FabricFault, ...]) -> Ints:
-    """The directed links that no path may use: of parts named as faults are, whose times and shares do not matter."""
-    if any(part.part == "traffic" for part in denied):
+    """Return the directed links that no path may use; times and shares of the denied parts do not matter."""
+    if any(fault.part == "traffic" for fault in denied):
         raise mistake("denied parts", "all traffic was named", fix="name links, T1s, T0s or NIC ports")
-    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(fault_links(links, part) for part in denied)]))
+    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(fault_links(links, fault) for fault in denied)]))
 
 
 def fault_links(links: Links, fault: FabricFault) -> Ints:
-    """The directed links that a fault takes."""
-    at, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
-    if fault.part == "traffic":  # every packet passes one link from its NIC
+    """Return the directed links that a fault affects."""
+    switch, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
+    # Every packet passes one link from its NIC.
+    if fault.part == "traffic":
         return np.concatenate([plane * links.per_plane + hosts for plane in range(links.fabric.planes)])
     if fault.part in ("t1_link", "t1_fall"):
         return _t1_link(links, fault)
     broken = {
         "link": BrokenParts(uplinks=((fault.plane, fault.number, fault.port),)),
-        "t0": BrokenParts(t0=(at,)),
-        "t1": BrokenParts(t1=(at,)),
-        "nic": BrokenParts(nics=(at,)),
+        "t0": BrokenParts(t0=(switch,)),
+        "t1": BrokenParts(t1=(switch,)),
+        "nic": BrokenParts(nics=(switch,)),
         "transceiver": BrokenParts(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
     return np.flatnonzero(link_shares(links, broken) < 1)
 
 
 def _t1_link(links: Links, fault: FabricFault) -> Ints:
+    """Return the directed links of an uplink of a T1; raises UserError where the fabric has none."""
     if not (
         0 <= fault.plane < links.fabric.planes and 0 <= fault.number < links.fabric.t1 and 0 <= fault.port < links.t1_up
     ):
@@ -116,10 +121,10 @@ def _t1_link(links: Links, fault: FabricFault) -> Ints:
             f"there is no uplink {fault.port} of it in plane {fault.plane}",
             fix=f"the fabric has {links.fabric.t1} T1 switches per plane with {links.t1_up} uplinks each",
         )
-    at = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
+    port = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
     if fault.part == "t1_fall":
-        return links.t1_down_link(*at)
-    return np.concatenate([links.t1_up_link(*at), links.t1_down_link(*at)])
+        return links.t1_down_link(*port)
+    return np.concatenate([links.t1_up_link(*port), links.t1_down_link(*port)])
 
 
 def _check_fault(fault: FabricFault) -> None:
@@ -130,23 +135,23 @@ def _check_fault(fault: FabricFault) -> None:
         raise mistake(where, f"left = {fault.left:g}, loss = {fault.loss:g}", fix="both are shares: 0 to 1")
 
 
-# A controller's denylist: paths that senders never use, whatever probes say.
+# A controller's denylist: paths that senders never use, whatever probes find.
 
 
 def deny_paths(world: PacketWorld, denied: tuple[FabricFault, ...]) -> None:
-    """Deny every path over the links of the parts; raises UserError where a connection has no other."""
+    """Deny every path over the links of the parts; raises UserError where a connection has no other path."""
     from phalanx.sim.packets import kernel
 
     share = np.ones(world.links.count)
     share[denied_links(world.links, denied)] = 0.0
     net = world.net._replace(share=share, loss=np.zeros(world.links.count))
     kernel.deny(world.shape, world.knobs, net, world.traffic, world.totals)
-    none = np.flatnonzero((world.traffic.path == DENIED).all(axis=1))
-    if len(none):
-        source, target = (int(column[none[0]]) for column in (world.traffic.source, world.traffic.target))
+    cut_off = np.flatnonzero((world.traffic.path == DENIED).all(axis=1))
+    if len(cut_off):
+        source, target = (int(column[cut_off[0]]) for column in (world.traffic.source, world.traffic.target))
         raise mistake(
             "denied parts",
-            f"connections without a path: {len(none):,}, the first from host {source:,} to host {target:,}",
+            f"connections without a path: {len(cut_off):,}, the first from host {source:,} to host {target:,}",
             why="a denied path is never used, and all of theirs are",
             fix="deny fewer parts, or give connections more paths",
         )

@@ -1,4 +1,4 @@
-"""Run connections over a fabric packet by packet."""
+"""Run connections over a fabric with the packet engine: set-up, the clock around the compiled loop, and the result."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from phalanx.sim.traffic_matrix import Flows
 
 SAMPLE_S = 10e-6
 BUDGET = PacketBudget()
-PROBE_PHASES = 16  # connections do not probe all at once
-REST_S = 0.1  # simulated after the last change, unless a limit is given,
-PATIENCE = 20  # and this many times what the traffic takes unhindered
+PROBE_PHASES = 16  # groups of connections that probe one after the other
+# Without a limit, simulate so long after the last change, and PATIENCE times the unhindered duration.
+REST_S = 0.1
+PATIENCE = 20
 
 
 def run_connections(
@@ -64,10 +65,10 @@ def run_connections(
 ) -> PacketResult:
     """Simulate until every connection has finished, or `limit_s` of simulated time is over.
 
-    Without a limit that is 0.1 s after the last fault or start and 20 times what the traffic takes unhindered. `watch`
-    names connections whose throughput is kept over time. `denied` parts are named as faults are: no path over them is
-    used, and routing knows it from the start. `each_plane` simulates all planes, alike or not, as a run with
-    faults does: what is held against one should. Interrupted (Ctrl-C), it returns what was finished.
+    Without a limit that is 0.1 s after the last fault or start, plus 20 times the unhindered duration of the traffic.
+    The throughput of the connections in `watch` is recorded over time. No path over `denied` parts is used, and
+    routing knows them from the start. `each_plane` simulates all planes, alike or not, as runs with faults do: use it
+    for runs that are compared with such a run. Interrupted (Ctrl-C), it returns the finished part.
     """
     if isinstance(transport, Roce):
         if schedule is not None:
@@ -87,25 +88,27 @@ def run_connections(
     check_transport(transport)
     starts = schedule or at_once(len(traffic))
     check_schedule(starts, len(traffic))
-    # In order of their source, what the loop reads of connections lies in the order in which it visits hosts.
+    # Sorted by source, the connections lie in memory in the order in which the loop visits hosts.
     order = np.argsort(traffic.source, kind="stable")
-    sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
+    sorted_flows = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
     starts = starts.ordered(order)
     last_start_s = float(starts.start_s.max())
-    plan = sketch_run(fabric, sorted_, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s)
+    plan = sketch_run(
+        fabric, sorted_flows, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s
+    )
     check_packet_budget(fabric.name, plan.cost, budget)
-    world = build_world(plan, sorted_, transport, starts, seed=seed)
+    world = build_world(plan, sorted_flows, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
     if denied and converge_s is None:
         deny_paths(world, denied)
     todo = link_changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
-    places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched_flows(watch, len(traffic)))
+    watched = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched_flows(watch, len(traffic)))
     clock = _Clock(
         world=world,
         todo=todo,
         starts=_timed_starts(starts, world.slots.slot_s),
-        watch=places,
-        course=PacketCourse(watched=len(places)),
+        watch=watched,
+        course=PacketCourse(watched=len(watched)),
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()
@@ -122,7 +125,7 @@ def _watched_flows(watch: tuple[int, ...], connections: int) -> tuple[int, ...]:
 
 
 def _timed_starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
-    """Connections that start by the clock, by slot, the latest first."""
+    """Return the connections that start by the clock, by slot, the latest first."""
     timed = np.flatnonzero(schedule.waits_for < 0)
     slot = 1 + np.round(schedule.start_s[timed] / slot_s).astype(np.int64)
     timed = timed[np.argsort(slot, kind="stable")]
@@ -139,7 +142,7 @@ def _slot_limit(limit_s: float | None, todo: list[Change], slot_s: float, last_s
 
 @dataclass(kw_only=True, slots=True)
 class _Clock:
-    """Advances the loop from one thing that happens outside of it to the next."""
+    """The clock around the loop: advances it from one change, start, sample or probe to the next."""
 
     world: PacketWorld
     todo: list[Change]
@@ -147,7 +150,7 @@ class _Clock:
     watch: tuple[int, ...]
     sample: int
     course: PacketCourse
-    slot: int = 1  # a packet word of 0 is no packet, so nothing is sent in slot 0
+    slot: int = 1  # a packet word of 0 is no packet, so the first slot is 1
     routed: int = 0
     probes: int = 0
 
@@ -174,13 +177,16 @@ class _Clock:
                     next_probe = self.slot + probe
                 if time.process_time() > deadline:
                     return "CPU budget"
-        except KeyboardInterrupt:  # raised when the loop returns, before its slot has a name here
+        # Raised when the compiled loop returns, before self.slot is set.
+        except KeyboardInterrupt:
             self.slot = max(self.slot, int(w.totals[NOW]))
             self._keep_course()
             return "interrupted"
         if w.totals[OVERFLOW]:
-            what = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
-            raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
+            problem = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
+            raise SystemFailure(
+                Problem(where="packet engine", what=problem, why="a fault of Phalanx: please report it")
+            )
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
     def _apply_changes(self) -> None:
@@ -209,15 +215,16 @@ class _Clock:
 def _packet_result(
     clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float
 ) -> PacketResult:
+    """Return the result in the order of the given connections, for all planes."""
     w, slot_s = clock.world, clock.world.slots.slot_s
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * transport.payload_bytes * w.copies)
-    done, began = np.empty(len(order)), np.empty(len(order))
-    done[order], began[order] = w.traffic.done, w.traffic.began
+    done_slots, start_slots = np.empty(len(order)), np.empty(len(order))
+    done_slots[order], start_slots[order] = w.traffic.done, w.traffic.began
     touched = w.traffic.tally[:, TOUCHED]
     return PacketResult(
         transport=transport.name,
-        fct_s=np.where(done < 0, np.nan, (done - began) * slot_s),
-        start_s=np.where(began < 0, np.nan, (began - 1) * slot_s),
+        fct_s=np.where(done_slots < 0, np.nan, (done_slots - start_slots) * slot_s),
+        start_s=np.where(start_slots < 0, np.nan, (start_slots - 1) * slot_s),
         nbytes=float(flows.nbytes.sum()),
         packets=int(w.traffic.packets.sum(dtype=np.int64)) * w.copies,
         sent=int(w.totals[SENT]) * w.copies,

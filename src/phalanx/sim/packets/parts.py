@@ -1,8 +1,8 @@
-"""What both compiled loops use: how a part is compiled, random numbers, who is first, and the key of their caches.
+"""Shared parts of both compiled loops: compilation, random numbers, fair order, and cache keys.
 
-Numba keeps compiled code by the date and size of the file that holds the function, and bakes in what that took from
-other files: with a constant changed there it would go on with the old one. It also keys on the variables around a
-function, so each loop has there a checksum of every file it is made of.
+Numba keys compiled code on the date and size of the file with the function, and inlines what that took from other
+files: after a change there it would use the old code. It also keys on closure variables, so each loop has a checksum
+of all its files as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.sim.packets.engine_state import RANDOM, Ints
 
 
 def stamp_of(*files: str | None) -> int:
-    """A checksum of files; 0 for those that are not there, where numba keeps nothing either."""
+    """Return a checksum of files; files that do not exist count as empty, as numba stores no cache for them either."""
     stamp = 0
     for file in files:
         path = Path(file or "")
@@ -27,18 +27,18 @@ def stamp_of(*files: str | None) -> int:
 
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that only the loop calls: without the entry from Python, which takes half of the compile time."""
+    """Compile a function that only the loop calls: without an entry from Python, half of the compile time."""
     if not has_numba():
         return compile_loop(function)
-    made: Callable[..., Any] = import_module("numba").njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
-        function
-    )
-    return made
+    compiled: Callable[..., Any] = import_module("numba").njit(
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)
+    return compiled
 
 
 @part
 def draw(totals: Ints) -> float:
-    """A random number in [0, 1): xorshift64."""
+    """Return a random number in [0, 1): xorshift64."""
     x = totals[RANDOM]
     x ^= x << 13
     x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
@@ -49,7 +49,7 @@ def draw(totals: Ints) -> float:
 
 @part
 def shuffled(slot: int) -> int:
-    """A word of 31 well-mixed bits for a slot: who comes first in it, without a period that favours anyone."""
+    """Return a word of 31 well-mixed bits for a slot, which decides the order in it without favouring any member."""
     x = (slot * 0x1E3779B97F4A7C15) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 29
     x = (x * 0x1CE4E5B9BF58476D) & 0x7FFFFFFFFFFFFFF
@@ -59,7 +59,7 @@ def shuffled(slot: int) -> int:
 
 @part
 def power_of_two_for(number: int) -> int:
-    """The power of two that holds so many: numbers below it stay below it when their bits are flipped."""
+    """Return the least power of two that is at least `number`; flipping bits keeps numbers below it."""
     room = 1
     while room < number:
         room *= 2
@@ -68,9 +68,10 @@ def power_of_two_for(number: int) -> int:
 
 @part
 def nth(place: int, word: int, room: int) -> int:
-    """Who is at a place in the order that a word of `shuffled` gives: a rotation, then some bits flipped.
+    """Return the member at a position in the order of a word of `shuffled`: a rotation, then some bits flipped.
 
-    Of any two, each is before the other in half of all words. After a rotation alone, the first of two neighbours that
-    compete would be before the other in all but 1 of n slots, and take the room in a full queue (80 % of it with n 8).
+    Of any two members, each is before the other for half of all words. After a rotation alone, the first of two
+    neighbours that compete would be before the other in all but 1 of n slots, and take the room in a full queue (80 %
+    of it with n 8).
     """
     return ((place + (word >> 15)) & (room - 1)) ^ (word & (room - 1))

@@ -1,4 +1,4 @@
-"""What a packet simulation found."""
+"""The result of a packet simulation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from phalanx.sim.packets.engine_state import Ints32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketResult:
-    """Completion times, losses and throughput; of all planes when only one was simulated."""
+    """Completion times, losses and throughput; of all planes even when only one was simulated."""
 
     transport: str
-    fct_s: Floats  # of each connection from its start to its last acknowledgement; NaN where it did not finish
-    start_s: Floats  # of each connection; NaN where it did not
-    nbytes: float  # asked for
+    # Of each connection from its start to its last acknowledgement; NaN where it did not finish.
+    fct_s: Floats
+    start_s: Floats  # of each connection; NaN where it did not start
+    nbytes: float  # of all connections, to be sent
     packets: int  # to deliver
     sent: int
     delivered: int
-    lost: int  # disappeared
+    lost: int  # packets that disappeared
     trimmed: int
     marked: int
-    touched: int  # connections that lost or had trimmed a packet
+    touched: int  # connections with a lost or trimmed packet
     touched_by_loss: int
     retired_paths: int
     time_s: Floats  # end of each sample of the throughput
@@ -33,34 +34,35 @@ class PacketResult:
     planes_simulated: int
     simulated_s: float
     cpu_s: float
-    stopped: str  # why it ended early: "", "interrupted" or "time limit"
-    dropped: int = 0  # of the lost, those that found a full buffer (conventional transport without PFC)
+    stopped: str  # reason of an early end: "", "interrupted" or "time limit"
+    # Of the lost packets, those that met a full buffer (conventional transport without PFC).
+    dropped: int = 0
     denied_paths: int = 0
     sent_by_plane: tuple[int, ...] = ()  # of the sent; not counted for the conventional transport
-    paused_share: float = 0.0  # of time, that ports with something to send were paused (PFC)
+    paused_share: float = 0.0  # of the time, ports with something to send were paused (PFC)
 
     @property
     def finished(self) -> int:
-        """Connections that finished."""
+        """The number of connections that finished."""
         return int(np.isfinite(self.fct_s).sum())
 
     @property
     def mean_s(self) -> float:
-        """Mean completion time of those that finished; NaN when none did."""
+        """The mean completion time of the finished connections; NaN when none finished."""
         return float(np.nanmean(self.fct_s)) if self.finished else float("nan")
 
     @property
     def tail_s(self) -> float:
-        """Slowest completion; infinite while a connection has not finished."""
+        """The slowest completion; infinite while a connection has not finished."""
         return float(np.max(self.fct_s)) if self.finished == len(self.fct_s) else float("inf")
 
     @property
     def best_s(self) -> float:
-        """Fastest completion."""
+        """The fastest completion; NaN when none finished."""
         return float(np.nanmin(self.fct_s)) if self.finished else float("nan")
 
     def summary(self) -> dict[str, object]:
-        """As plain values, for JSON."""
+        """Return the result as plain values, for JSON."""
         return {
             "transport": self.transport,
             "connections": len(self.fct_s),
@@ -100,9 +102,9 @@ class PacketResult:
 
 @dataclass(kw_only=True, slots=True)
 class PacketCourse:
-    """Samples: the slot, packets delivered until then, and those of each watched connection."""
+    """Samples of a run: the slot, packets delivered until then, and those of each watched connection."""
 
-    watched: int  # connections
+    watched: int  # number of watched connections
     samples: list[tuple[int, int, Ints]] = field(default_factory=list)
 
     def keep(self, slot: int, delivered: int, watched: Ints | Ints32) -> None:
@@ -110,11 +112,11 @@ class PacketCourse:
         self.samples.append((slot, delivered, np.array(watched, dtype=np.int64)))
 
     def gbps(self, slot_s: float, packet_gbit: float) -> tuple[Floats, Floats, Floats]:
-        """Ends of the samples in seconds, throughput in each, and that of each watched connection."""
+        """Return the ends of the samples in seconds, throughput in each, and that of each watched connection."""
         ends = np.array([slot for slot, _, _ in self.samples], dtype=np.float64)
-        taken_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
+        lengths_s = np.maximum(np.diff(ends, prepend=1.0), 1.0) * slot_s
         total = np.array([delivered for _, delivered, _ in self.samples], dtype=np.float64)
         each = np.array([watched for _, _, watched in self.samples], dtype=np.float64)
         each = each.reshape(len(ends), self.watched).T
-        rate, rates = (np.diff(counted, prepend=0.0) * packet_gbit / taken_s for counted in (total, each))
+        rate, rates = (np.diff(counted, prepend=0.0) * packet_gbit / lengths_s for counted in (total, each))
         return (ends - 1) * slot_s, rate, rates

@@ -1,7 +1,7 @@
 """The compiled loop of the conventional transport: go-back-N, PFC from switch to switch, DCQCN at the NIC.
 
-A file of its own, so that the loop of MRC is not compiled again when this one changes. Paths are fixed lists of links,
-so the loop knows nothing of the fabric but which switch a link ends at.
+It is a separate file, so that the loop of MRC is not compiled again when this one changes. Paths are fixed lists of
+links, so the loop needs to know only the switch at the end of each link.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from phalanx.sim.packets.roce_state import (
 
 @part
 def tell(calendar: Calendar, totals: Ints, at: int, word: int) -> None:
-    """Have a sender learn something in a slot of the calendar's ring."""
+    """Add an event for a sender to a slot of the calendar's ring."""
     event = calendar.free[0]
     if event < 0:
         totals[OVERFLOW] += 1
@@ -66,7 +66,7 @@ def tell(calendar: Calendar, totals: Ints, at: int, word: int) -> None:
 
 @part
 def forget(packets: Packets, totals: Ints, packet: int) -> None:
-    """A packet leaves the fabric."""
+    """Remove a packet that leaves the fabric."""
     packets.next[packet] = totals[FREE]
     totals[FREE] = packet
     totals[IN_NET] -= 1
@@ -74,7 +74,7 @@ def forget(packets: Packets, totals: Ints, packet: int) -> None:
 
 @part
 def signal(form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: int) -> None:
-    """A switch asks the other end of a link to pause, or to go on: it takes effect one flight later."""
+    """Ask the other end of a link to pause, or to resume; it takes effect one propagation time later."""
     ports.asked[link] = pause
     size = ports.signal_slot.shape[0]
     if totals[SIGNALS] == size:
@@ -88,7 +88,7 @@ def signal(form: Form, ports: Ports, totals: Ints, slot: int, link: int, pause: 
 
 @part
 def signals(ports: Ports, totals: Ints, slot: int) -> None:
-    """Pauses, and their ends, that arrive in this slot."""
+    """Apply the pauses, and their ends, that arrive in this slot."""
     while totals[SIGNALS] > 0 and ports.signal_slot[totals[SIGNAL_FIRST]] <= slot:
         word = ports.signal_link[totals[SIGNAL_FIRST]]
         ports.paused[word >> 1] = word & 1
@@ -99,7 +99,7 @@ def signals(ports: Ports, totals: Ints, slot: int) -> None:
 @part
 def receive(form: Form, rules: Rules, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int,
             packet: int) -> None:  # fmt: skip
-    """A receiver takes a packet that is the next in order, and complains once about a gap; a mark is passed on."""
+    """Receive a packet: accept the next in order, report a gap once, and return congestion marks."""
     count, pair, number = pairs.counts, packets.pair[packet], packets.number[packet]
     at = (slot + pairs.hops[pair] * form.back + form.host_slots) % form.ring
     kind = -1
@@ -115,7 +115,7 @@ def receive(form: Form, rules: Rules, packets: Packets, pairs: Pairs, calendar: 
             count[pair, COMPLAINED] = 1
             kind = NAK
     elif (number + 1) % rules.ack_every == 0 or number + 1 == count[pair, TOTAL]:
-        kind = ACK  # it came before: the sender went back too far
+        kind = ACK  # a repeated packet: the sender went back too far
     if kind >= 0:
         tell(
             calendar,
@@ -150,9 +150,10 @@ def enqueue(
 @part
 def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar, totals: Ints,
            slot: int) -> None:  # fmt: skip
-    """Everything that reaches the end of a wire, in another order in each slot.
+    """Process every packet that reaches the end of a wire, in a different order in each slot.
 
-    A switch takes the packet, or drops it when its buffer is full and it may not pause the link that fills it.
+    A switch queues the packet, or drops it when its buffer is full and PFC is off. With PFC it pauses a link that
+    fills too large a share of its buffer.
     """
     wire, first, last, waiting, following = (
         ports.wire,
@@ -161,7 +162,7 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
         ports.waiting,
         packets.next,
     )
-    nodes, used, held, asked, came, owner = (
+    nodes, used, held_packets, asked, came_over, owner = (
         ports.node,
         ports.used,
         ports.held,
@@ -178,8 +179,8 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
         rules.pause_share,
     )
     word, room = shuffled(slot), power_of_two_for(links)
-    for place in range(room):
-        link = nth(place, word, room)
+    for index in range(room):
+        link = nth(index, word, room)
         if link >= links:
             continue
         packet = wire[now, link] - 1
@@ -198,29 +199,29 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
             pairs.touched[pairs.owner[pair]] |= 2
             forget(packets, totals, packet)
             continue
-        came[packet] = link
+        came_over[packet] = link
         enqueue(first, last, waiting, following, out, packet)
         used[node] += 1
-        held[link] += 1
-        if pfc and asked[link] == 0 and held[link] >= share * free:
+        held_packets[link] += 1
+        if pfc and asked[link] == 0 and held_packets[link] >= share * free:
             signal(form, ports, totals, slot, link, 1)
 
 
 @part
 def fails(share: Floats, loss: Floats, totals: Ints, link: int) -> bool:
-    """Whether a packet disappears on a link."""
+    """Return True if a packet disappears on a link."""
     return bool(share[link] == 0.0 or (loss[link] > 0 and draw(totals) < loss[link]))
 
 
 @part
 def slow(share: Floats, link: int, slot: int) -> bool:
-    """Whether a slow link lets this slot pass."""
+    """Return True if a slow link does not send in this slot."""
     return bool(0.0 < share[link] < 1.0 and int((slot + 1) * share[link]) == int(slot * share[link]))
 
 
 @part
 def lose(packets: Packets, pairs: Pairs, totals: Ints, packet: int) -> None:
-    """A packet disappears."""
+    """Count a packet that disappears, and remove it."""
     totals[LOST] += 1
     pairs.touched[pairs.owner[packets.pair[packet]]] |= 1
     forget(packets, totals, packet)
@@ -228,7 +229,7 @@ def lose(packets: Packets, pairs: Pairs, totals: Ints, packet: int) -> None:
 
 @part
 def marks(rules: Rules, totals: Ints, waiting: int) -> bool:
-    """Whether a packet is marked that leaves so many behind it."""
+    """Return True if a packet is marked that leaves `waiting` packets behind it in the queue."""
     if waiting <= rules.mark_low:
         return False
     over = (waiting - rules.mark_low) / (rules.mark_high - rules.mark_low)
@@ -245,9 +246,9 @@ def serve(
     totals: Ints,
     slot: int,
 ) -> None:
-    """Every switch port that is not paused sends the head of its queue.
+    """Send the head of the queue of every switch port that is not paused.
 
-    The link that the packet came over may go on when the switch holds little of it.
+    The link over which the packet came may resume when the switch holds few of its packets.
     """
     wire, waiting, paused, asked, first = (
         ports.wire,
@@ -256,7 +257,7 @@ def serve(
         ports.asked,
         ports.first,
     )
-    nodes, used, held, came, following = (
+    nodes, used, held_packets, came_over, following = (
         ports.node,
         ports.used,
         ports.held,
@@ -279,11 +280,11 @@ def serve(
             packet = first[link]
             first[link] = following[packet]
             waiting[link] -= 1
-            behind = came[packet]
+            behind = came_over[packet]
             node = nodes[behind]
             used[node] -= 1
-            held[behind] -= 1
-            if asked[behind] and held[behind] + 2 <= pause_share * (buffer - used[node]):
+            held_packets[behind] -= 1
+            if asked[behind] and held_packets[behind] + 2 <= pause_share * (buffer - used[node]):
                 signal(form, ports, totals, slot, behind, 0)
             if waiting[link] > low and marks(rules, totals, waiting[link]):
                 marked[packet] = 1
@@ -304,7 +305,7 @@ def fill(
     pair: int,
     number: int,
 ) -> None:
-    """What a packet is at its start."""
+    """Set the fields of a new packet."""
     pairs_of[packet] = pair
     numbers[packet] = number
     hop[packet] = 0
@@ -313,8 +314,8 @@ def fill(
 
 @part
 def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Ints, slot: int) -> None:
-    """Every NIC port that is not paused sends a packet of the next of its queue pairs whose rate allows it."""
-    count, rate, mine, begin, turns = (
+    """Send, from every NIC port that is not paused, a packet of the next of its queue pairs whose rate allows it."""
+    count, rate, port_pairs, begin, turns = (
         pairs.counts,
         pairs.rate,
         pairs.mine,
@@ -345,7 +346,7 @@ def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Int
                 continue
             at = turns[port]
             for _ in range(number):
-                pair = mine[first + at]
+                pair = port_pairs[first + at]
                 at = at + 1 if at + 1 < number else 0
                 if count[pair, NEXT] >= count[pair, TOTAL] or rate[pair, SEND_AT] > slot:
                     continue
@@ -360,7 +361,8 @@ def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Int
                 turns[port] = at
                 fill(owner, numbers, hop, marked, packet, pair, count[pair, NEXT])
                 if count[pair, NEXT] == count[pair, UNACKED]:
-                    count[pair, PROGRESS] = slot  # the timer runs from the oldest that is not acknowledged
+                    # The timer runs from the oldest packet without acknowledgement.
+                    count[pair, PROGRESS] = slot
                 count[pair, NEXT] += 1
                 rate[pair, SENT_BYTES] += 1
                 rate[pair, SEND_AT] = max(rate[pair, SEND_AT], slot - 1.0) + 1.0 / rate[pair, RATE]
@@ -372,7 +374,7 @@ def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Int
 
 
 def loop(stamp: int) -> Callable[..., Any]:
-    """What Python calls; `stamp` is in the key of its cache, as in `kernel.loops`."""
+    """Return the compiled function; `stamp` is in the key of its cache, as in `kernel.loops`."""
 
     @compile_loop
     def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar,
@@ -392,7 +394,7 @@ def loop(stamp: int) -> Callable[..., Any]:
             serve(form, rules, ports, packets, pairs, totals, slot)
             inject(form, ports, packets, pairs, totals, slot)
             slot += 1
-            # Nothing is in the fabric and nobody sent: on to the next thing that a sender hears or does.
+            # The fabric is empty and no sender sent: skip to the next event at a sender or its next action.
             if totals[IN_NET] == 0 and totals[SENT] == before:
                 until = min(end, wake(form, pairs, slot))
                 while slot < until and calendar.first[slot % form.ring] < 0:

@@ -1,4 +1,4 @@
-"""Run connections of the conventional transport over a fabric packet by packet."""
+"""Run connections of the conventional transport (RoCE) over a fabric packet by packet: set-up, clock, and arrays."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def run_roce(
     denied: tuple[FabricFault, ...],
     seed: int,
     budget: PacketBudget,
-    limit: Callable[
-        [list[Change], float, int], int
-    ],  # slots; from changes, a slot's length, slots of unhindered traffic
+    # Returns slots from the changes, the length of a slot, and the slots of unhindered traffic.
+    limit: Callable[[list[Change], float, int], int],
     sample_s: float,
     watch: tuple[int, ...],
 ) -> PacketResult:
@@ -92,13 +91,13 @@ def run_roce(
 
 @dataclass(kw_only=True, slots=True)
 class _RoceClock:
-    """Advances the loop from one thing that happens outside of it to the next."""
+    """The clock around the loop: advances it from one change or sample to the next."""
 
     world: RoceWorld
     roce: Roce
     traffic: Flows
     seed: int
-    known: Floats  # share of each link that routing knows of
+    known: Floats  # share of each link as routing knows it
     todo: list[Change]
     watch: tuple[int, ...]
     sample: int
@@ -126,8 +125,10 @@ class _RoceClock:
             self._keep_course()
             return "interrupted"
         if w.totals[OVERFLOW]:
-            what = f"{int(w.totals[OVERFLOW]):,} events or packets did not fit"
-            raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
+            problem = f"{int(w.totals[OVERFLOW]):,} events or packets did not fit"
+            raise SystemFailure(
+                Problem(where="packet engine", what=problem, why="a fault of Phalanx: please report it")
+            )
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
     def _apply_changes(self) -> None:
@@ -149,12 +150,12 @@ class _RoceClock:
 def _packet_result(clock: _RoceClock, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s, roce = clock.world, clock.world.slots.slot_s, clock.roce
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * roce.payload_bytes)
-    done, lost = w.pairs.done.astype(np.float64), int(w.totals[LOST]) + int(w.totals[DROPPED])
+    done_slots, lost = w.pairs.done.astype(np.float64), int(w.totals[LOST]) + int(w.totals[DROPPED])
     busy = max(clock.slot - 1, 1) * w.links.count
     return PacketResult(
         transport=roce.name,
-        fct_s=np.where(done < 0, np.nan, (done - 1) * slot_s),
-        start_s=np.zeros(len(done)),
+        fct_s=np.where(done_slots < 0, np.nan, (done_slots - 1) * slot_s),
+        start_s=np.zeros(len(done_slots)),
         nbytes=float(clock.traffic.nbytes.sum()),
         packets=int(w.pairs.counts[:, 0].sum(dtype=np.int64)),
         sent=int(w.totals[SENT]),
@@ -182,25 +183,25 @@ def _packet_result(clock: _RoceClock, stopped: str, cpu_s: float) -> PacketResul
 
 TOTALS, COUNTS, RATES = 14, 9, 8
 MOST_LINKS_OF_PATH = 6
-TICK_S = 1e-6  # between looks at the timers, whose times are tens of microseconds
+TICK_S = 1e-6  # between checks of the timers, whose times are tens of microseconds
 BYTES_PER_PACKET, BYTES_PER_PAIR, BYTES_PER_EVENT = 4 * 4 + 2, 4 * (COUNTS + 8) + 8 * RATES + 20, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoceSketch:
-    """What will be simulated, before any large array exists."""
+    """Sizes and cost of a simulation, computed before any large array is allocated."""
 
     links: Links
     slots: RoceSlots
     packets: Ints  # of each queue pair
     room: int  # packets that can be in the fabric at once
-    events: int  # that can be under way at once
+    events: int  # events that can be pending at once
     cost: PacketCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoceWorld:
-    """Everything the loop runs on."""
+    """All data that the loop runs on."""
 
     links: Links
     slots: RoceSlots
@@ -214,13 +215,13 @@ class RoceWorld:
 
 
 def roce_sketch(fabric: Fabric, flows: Flows, roce: Roce) -> RoceSketch:
-    """Sizes and expected cost; all planes are simulated, because queue pairs lie on single ones."""
+    """Compute sizes and expected cost; all planes are simulated, because each queue pair is on a single one."""
     links, slots = links_of(fabric), roce_slots(fabric, roce)
-    each = np.ceil(np.minimum(flows.nbytes / roce.payload_bytes / roce.qps, 2.0**30)).astype(np.int64)
-    packets = np.repeat(each, roce.qps)
-    into = np.bincount(flows.target, weights=each * roce.qps, minlength=fabric.hosts)
-    out = np.bincount(flows.source, weights=each * roce.qps, minlength=fabric.hosts)
-    # Every switch full, and on every link what is sent before a pause arrives.
+    packets_per_pair = np.ceil(np.minimum(flows.nbytes / roce.payload_bytes / roce.qps, 2.0**30)).astype(np.int64)
+    packets = np.repeat(packets_per_pair, roce.qps)
+    into = np.bincount(flows.target, weights=packets_per_pair * roce.qps, minlength=fabric.hosts)
+    out = np.bincount(flows.source, weights=packets_per_pair * roce.qps, minlength=fabric.hosts)
+    # Every switch full, and on every link the packets that are sent before a pause arrives.
     room = int(min(fabric.switches * slots.buffer + links.count * (3 * slots.wire + 4), packets.sum() * 2.0 + 1024))
     events = fabric.hosts * fabric.planes * (_longest_path(fabric, slots) + 2) + len(packets) + 1024
     memory = room * BYTES_PER_PACKET + events * BYTES_PER_EVENT + len(packets) * BYTES_PER_PAIR
@@ -239,7 +240,7 @@ def _longest_path(fabric: Fabric, slots: RoceSlots) -> int:
 
 
 def roce_build(plan: RoceSketch, fabric: Fabric, flows: Flows, roce: Roce, *, seed: int) -> RoceWorld:
-    """The arrays."""
+    """Allocate and fill the arrays."""
     totals = np.zeros(TOTALS, dtype=np.int64)
     # The generator must not start at 0; the odd constant spreads neighbouring seeds.
     totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
@@ -295,7 +296,7 @@ def _roce_rules(slots: RoceSlots, roce: Roce) -> Rules:
 def _port_arrays(links: Links, form: Form) -> Ports:
     count = links.count
     node = switch_at_end(links)
-    # A link pauses and goes on at most once per slot of the flight of that message.
+    # A link pauses and resumes at most once per slot of that message's propagation time.
     signals = count * (form.back + 2)
     return Ports(
         first=np.full(count, -1, dtype=np.int32),
@@ -315,7 +316,7 @@ def _port_arrays(links: Links, form: Form) -> Ports:
 
 
 def switch_at_end(links: Links) -> Ints32:
-    """Number of the switch that each link ends at; -1 is a host."""
+    """Return the number of the switch at the end of each link; -1 for a host."""
     f = links.fabric
     node = np.full(links.count, -1, dtype=np.int32)
     for plane in range(f.planes):
@@ -357,15 +358,15 @@ def _pair_arrays(plan: RoceSketch, flows: Flows, roce: Roce, seed: int) -> Pairs
     rate[:, CNP_AT] = -math.inf
     first = routes[:, 0].astype(np.int64)
     port = first // plan.links.per_plane * f.hosts + first % plan.links.per_plane
-    mine = np.argsort(port, kind="stable")
+    order = np.argsort(port, kind="stable")
     return Pairs(
         owner=owner,
         route=routes,
         hops=hops,
         counts=count,
         rate=rate,
-        mine=mine.astype(np.int32),
-        begin=np.searchsorted(port[mine], np.arange(f.hosts * f.planes + 1)).astype(np.int32),
+        mine=order.astype(np.int32),
+        begin=np.searchsorted(port[order], np.arange(f.hosts * f.planes + 1)).astype(np.int32),
         turn=np.zeros(f.hosts * f.planes, dtype=np.int32),
         left=np.full(len(flows), roce.qps, dtype=np.int32),
         done=np.full(len(flows), -1, dtype=np.int32),
@@ -377,12 +378,15 @@ def _pair_arrays(plan: RoceSketch, flows: Flows, roce: Roce, seed: int) -> Pairs
 def roce_routes(
     links: Links, flows: Flows, roce: Roce, seed: int, left: Floats | None
 ) -> tuple[Ints32, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    """Links of every queue pair's path and their number; `left` is what routing knows to be left of each link."""
+    """Return the links of every queue pair's path, and their number.
+
+    `left` is the remaining share of each link as routing knows it; None means that all links work.
+    """
     # Queue pairs of a connection take planes in turn, and ports by hash.
     routing = Routing(spread="qp", paths=roce.qps, planes="equal", seed=seed, recovery="conventional")
-    taken = route_flows(links, flows, routing, left).links
-    there = taken >= 0
-    order = np.argsort(~there, axis=1, kind="stable")  # short paths to the front
-    routes = np.full((len(taken), MOST_LINKS_OF_PATH), -1, dtype=np.int32)
-    routes[:, : taken.shape[1]] = np.take_along_axis(taken, order, axis=1)
-    return routes, there.sum(axis=1).astype(np.uint8)
+    hops = route_flows(links, flows, routing, left).links
+    is_link = hops >= 0
+    order = np.argsort(~is_link, axis=1, kind="stable")  # short paths to the front
+    routes = np.full((len(hops), MOST_LINKS_OF_PATH), -1, dtype=np.int32)
+    routes[:, : hops.shape[1]] = np.take_along_axis(hops, order, axis=1)
+    return routes, is_link.sum(axis=1).astype(np.uint8)

@@ -1,6 +1,6 @@
-"""A queue pair of the conventional transport: its rate by DCQCN, its timers, and what acknowledgements do to it.
+"""A queue pair of the conventional transport: its rate by DCQCN, its timers, and its handling of acknowledgements.
 
-Compiled into the loop of `roce_kernel.py`.
+It is compiled into the loop of `roce_kernel.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from phalanx.sim.packets.roce_state import (
 
 PAIR_MASK = (1 << QP_BITS) - 1
 KIND_MASK = (1 << KIND_BITS) - 1
-MOST_DOUBLINGS = 6  # of a timeout: seven retries are what a queue pair has
+MOST_DOUBLINGS = 6  # of a timeout: a queue pair has seven retries
 
 
 @part
 def cut(rules: Rules, rate: Floats, count: Ints32, pair: int, slot: int) -> None:
-    """A complaint about marks halves the rate by alpha (DCQCN, equation 1)."""
+    """Cut the rate by the share alpha/2 after a report of marks (DCQCN, equation 1)."""
     rate[pair, TARGET] = rate[pair, RATE]
     rate[pair, RATE] = max(rate[pair, RATE] * (1 - rate[pair, ALPHA] / 2), rules.least)
     rate[pair, ALPHA] = (1 - rules.gain) * rate[pair, ALPHA] + rules.gain
@@ -53,7 +53,10 @@ def cut(rules: Rules, rate: Floats, count: Ints32, pair: int, slot: int) -> None
 
 @part
 def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
-    """A round of the timer or of the byte counter: back half way, then add, then add more (DCQCN, section 3.3)."""
+    """Raise the rate after a round of the timer or the byte counter (DCQCN, section 3.3).
+
+    The first rounds halve the distance to the old rate, the next add a constant, and later ones add more.
+    """
     timed, sent = count[pair, FAST_TIME], count[pair, FAST_BYTES]
     if min(timed, sent) > rules.fast_rounds:
         rate[pair, TARGET] += rules.hyper * (min(timed, sent) - rules.fast_rounds)
@@ -65,7 +68,10 @@ def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
 
 @part
 def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
-    """What passes without news: alpha falls, rates rise, and a sender that hears nothing goes back."""
+    """Advance the timers of all senders: alpha falls, rates rise, and retransmission timeouts expire.
+
+    After a timeout a sender goes back to the first unacknowledged packet.
+    """
     count, rate = pairs.counts, pairs.rate
     for pair in range(count.shape[0]):
         if count[pair, UNACKED] == count[pair, TOTAL]:
@@ -91,7 +97,7 @@ def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
 
 @part
 def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int) -> None:
-    """What senders hear in this slot."""
+    """Process the events that reach senders in this slot."""
     count, at = pairs.counts, slot % form.ring
     event = calendar.first[at]
     calendar.first[at] = -1
@@ -109,7 +115,7 @@ def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: I
             count[pair, UNACKED] = max(count[pair, UNACKED], number)
             count[pair, PROGRESS] = slot
             count[pair, PATIENCE] = 0
-            # Go-back-N: everything from the gap on is sent again.
+            # Go-back-N: every packet from the gap on is sent again.
             count[pair, NEXT] = number if kind == NAK else max(count[pair, NEXT], number)
             if unfinished and count[pair, UNACKED] == count[pair, TOTAL]:
                 owner = pairs.owner[pair]
@@ -117,15 +123,15 @@ def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: I
                 if pairs.left[owner] == 0:
                     pairs.done[owner] = slot
                     totals[ACTIVE] -= 1
-        after = calendar.next[event]
+        next_event = calendar.next[event]
         calendar.next[event] = calendar.free[0]
         calendar.free[0] = event
-        event = after
+        event = next_event
 
 
 @part
 def wake(form: Form, pairs: Pairs, slot: int) -> int:
-    """The slot in which a sender next sends or loses patience, if it hears nothing until then."""
+    """Return the slot in which a sender next sends or times out, if no event reaches it before."""
     count, rate = pairs.counts, pairs.rate
     first = slot + 1e9
     for pair in range(count.shape[0]):
@@ -134,5 +140,5 @@ def wake(form: Form, pairs: Pairs, slot: int) -> int:
         if count[pair, NEXT] > count[pair, UNACKED]:
             wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
             first = min(first, float(count[pair, PROGRESS] + wait))
-    # Timers are looked at in slots that are multiples of a tick.
+    # Timers are checked in slots that are multiples of a tick.
     return int(first // form.tick) * form.tick

@@ -1,6 +1,6 @@
-"""The senders' side of a slot: what a connection hears, how its window follows, and which path its next packet takes.
+"""The senders' side of a slot: acknowledgements and losses, the congestion window, and the path of the next packet.
 
-Compiled into the loop of `kernel.py`, whose head says what holds for every part of it.
+It is compiled into the loop of `kernel.py`, whose module docstring describes the conventions.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ from phalanx.sim.packets.switches import held, lose, tell
 
 @part
 def judge(knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bool, marked: int, waited: float) -> bool:
-    """Quick adapt: when a round trip delivered next to nothing, the window becomes what was delivered."""
+    """Quick adapt: when a round trip delivered almost nothing, reduce the window to that; True if settled."""
     settled = False
     if w[flow, IGNORED] < w[flow, IGNORE] and marked:
         settled = True
     elif slot > w[flow, JUDGE_AT]:
-        # The gate of 1/8 of the window and four target delays: uet-htsim's defaults.
+        # The condition of 1/8 of the window and four target delays: uet-htsim's defaults.
         alarmed = w[flow, ALARM] > 0 or bad or waited > 4 * knobs.target
         if w[flow, JUDGE_AT] > 0 and alarmed and w[flow, ACHIEVED] < w[flow, MOST] / 8:
             w[flow, WINDOW] = max(w[flow, ACHIEVED], 1.0)
@@ -92,7 +92,11 @@ def judge(knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bo
 
 @part
 def quadrant(knobs: Knobs, w: Floats, flow: int, slot: int, marked: int, number: int, waited: float) -> None:
-    """The four quadrants of mark and delay (NSCC): grow by the distance to the target, grow fairly, cut, or hold."""
+    """Adjust the window by mark and delay, NSCC's four quadrants.
+
+    No mark and a short delay: grow by the distance to the target. No mark and a long delay: grow fairly. A mark and a
+    long delay: cut. A mark and a short delay: hold.
+    """
     if marked:
         if waited >= knobs.target:
             w[flow, FAST] = 0.0
@@ -120,8 +124,8 @@ def quadrant(knobs: Knobs, w: Floats, flow: int, slot: int, marked: int, number:
 def grow(
     knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, marked: int, number: int, waited: float
 ) -> None:
-    """What an acknowledgement does to the window."""
-    # A long wait without a mark is a path that is draining: it counts as a quarter of a round trip.
+    """Adjust the window after an acknowledgement."""
+    # A long wait without a mark means that the path is draining: it counts as a quarter of a round trip.
     sample = w[flow, BASE] / 4 if waited > knobs.target and not marked else waited
     w[flow, AVERAGE] += knobs.smoothing * (sample - w[flow, AVERAGE])
     if judge(knobs, w, flow, in_flight, slot, False, marked, waited):
@@ -143,9 +147,10 @@ def grow(
 def acknowledged(
     knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, kept: Shorts, flow: int, path: int, slot: int, word: int
 ) -> None:
-    """A sender hears that packets arrived."""
+    """Process an acknowledgement at the sender."""
     number, marks = (word >> NUMBER_BIT) & MOST_NUMBER, (word >> SEEN_BIT) & 3
-    if number == 0:  # the answer to a sender that asked what had arrived
+    # The answer to a sender that asked what had arrived.
+    if number == 0:
         number = tally[flow, UNACKED]
         tally[flow, UNACKED] = 0
     tally[flow, IN_FLIGHT] -= number
@@ -168,17 +173,18 @@ def acknowledged(
 def missing(
     knobs: Knobs, tally: Ints32, w: Floats, state: Bytes, totals: Ints, flow: int, path: int, slot: int, kind: int
 ) -> None:
-    """A sender hears that a packet was trimmed, or concludes that it was lost: it is sent again, elsewhere."""
+    """Process a trimmed or lost packet at the sender: it is sent again, on another path."""
     tally[flow, IN_FLIGHT] -= 1
     tally[flow, UNSENT] += 1
     settled = False
     if kind == LOST:
-        settled = knobs.edge == 1  # full queues trim, so a silent loss speaks of the path, not of congestion
-        if slot - w[flow, LAST_LOSS] > knobs.rtt:  # what one burst lost counts once
+        # Full queues trim, so a silent loss is evidence about the path, not of congestion.
+        settled = knobs.edge == 1
+        if slot - w[flow, LAST_LOSS] > knobs.rtt:  # the losses of one burst count once
             tally[flow, LOSSES] += 1
         w[flow, LAST_LOSS] = slot
-        left = knobs.paths - tally[flow, RETIRED]
-        if knobs.edge and state[flow, path] < ASSUMED_BAD and left > knobs.least_paths:
+        paths_in_use = knobs.paths - tally[flow, RETIRED]
+        if knobs.edge and state[flow, path] < ASSUMED_BAD and paths_in_use > knobs.least_paths:
             state[flow, path] = ASSUMED_BAD
             tally[flow, RETIRED] += 1
             totals[BAD_PATHS] += 1
@@ -195,19 +201,19 @@ def missing(
 
 @part
 def fire(traffic: Traffic, trigger: int, slot: int) -> None:
-    """A trigger hears of an end; with the last that it needs, the connections that wait for it start."""
+    """Count an end for a trigger; at the last one it needs, start the connections that wait for it."""
     traffic.needed[trigger] -= 1
     if traffic.needed[trigger] != 0:
         return
-    for place in range(traffic.first_waiting[trigger], traffic.first_waiting[trigger + 1]):
-        flow = traffic.waiting[place]
+    for index in range(traffic.first_waiting[trigger], traffic.first_waiting[trigger + 1]):
+        flow = traffic.waiting[index]
         traffic.tally[flow, UNSENT] = traffic.packets[flow]
         traffic.began[flow] = slot
 
 
 @part
 def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
-    """What senders learn in this slot."""
+    """Process the events that reach senders in this slot."""
     tally, w, state, packets, done = traffic.tally, traffic.window, traffic.path, traffic.packets, traffic.done
     words, following, free, kept = calendar.word, calendar.next, calendar.free, traffic.kept
     at = slot % shape.ring
@@ -225,30 +231,33 @@ def events(shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, tot
                     fire(traffic, traffic.fires[flow], slot)
         else:
             missing(knobs, tally, w, state, totals, flow, path, slot, kind)
-        after = following[event]
+        next_event = following[event]
         following[event] = free[0]
         free[0] = event
-        event = after
+        event = next_event
         flying = tally[flow, IN_FLIGHT]
         if 0 < flying == tally[flow, UNACKED] and flying + 1 > w[flow, WINDOW]:
-            # The window shrank below what has arrived unacknowledged: the sender asks after its timeout.
+            # The window shrank below the packets that have arrived unacknowledged: the sender asks after its timeout.
             tell(calendar.first, words, following, free, totals, shape.ring, slot + shape.timeout, word & WHO_MASK)
 
 
 @part
 def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, planes: int, paths: int) -> int:
-    """The next path of a connection on a plane, or -1: rotation from a random start, without what is to be skipped."""
-    spare, own = -1, (plane - flow) % planes if planes > 1 else 0
-    # Path p is on plane (p + connection) % planes: equally many on each, and single paths on different ones.
-    ways = (paths - own + planes - 1) // planes if planes > 1 else paths
+    """Return the next path of a connection on a plane, or -1 if none is usable.
+
+    Paths take turns from a random start, without those to be skipped.
+    """
+    spare, first_path = -1, (plane - flow) % planes if planes > 1 else 0
+    # Path p is on plane (p + connection) % planes: equally many on each, and single paths on different planes.
+    plane_paths = (paths - first_path + planes - 1) // planes if planes > 1 else paths
     at = turns[flow, plane]
     turn, offset = at & 0xFFFF, at >> 16
-    for _ in range(ways):
-        place = turn + offset
-        path = (place if place < ways else place - ways) * planes + own
+    for _ in range(plane_paths):
+        index = turn + offset
+        path = (index if index < plane_paths else index - plane_paths) * planes + first_path
         turn += 1
-        if turn >= ways:
-            turn, offset = 0, int(draw(totals) * ways)
+        if turn >= plane_paths:
+            turn, offset = 0, int(draw(totals) * plane_paths)
         if state[flow, path] == GOOD:
             spare = path
             break
@@ -261,7 +270,7 @@ def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, pla
 
 @part
 def again(knobs: Knobs, shape: Shape, tally: Ints32, state: Bytes, kept: Shorts, flow: int, plane: int) -> int:
-    """The oldest path that was acknowledged without a mark, or -1: none, on another plane, or bad since."""
+    """Return the oldest path that was acknowledged without a mark, or -1: none, on another plane, or bad since."""
     if knobs.kept == 0 or tally[flow, KEPT] == 0:
         return -1
     at = tally[flow, KEPT_AT]
@@ -275,20 +284,20 @@ def again(knobs: Knobs, shape: Shape, tally: Ints32, state: Bytes, kept: Shorts,
 
 @part
 def launch(tally: Ints32, w: Floats, sent: Ints, totals: Ints, flow: int, plane: int, path: int, slot: int) -> int:
-    """A connection sends a packet: its word."""
+    """Send a packet of a connection, and return its word."""
     flying = tally[flow, IN_FLIGHT]
     tally[flow, UNSENT] -= 1
     tally[flow, IN_FLIGHT] = flying + 1
     totals[SENT] += 1
     sent[plane] += 1
-    # The last that the window or the work allows asks, or both ends would wait for each other.
+    # The last packet that the window or the data allows asks for an acknowledgement, or both ends would wait forever.
     ask = tally[flow, UNSENT] == 0 or flying + 2 >= w[flow, WINDOW]
     return flow | (path << FLOW_BITS) | (int(ask) << ASK_BIT) | (slot << STAMP_BIT)
 
 
 @part
 def inject(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int) -> None:
-    """Where a NIC has one port, it sends a packet of the next of its connections that may."""
+    """Send, where NICs have one port, a packet of the next connection of each NIC that may send."""
     wire, trouble, share, loss, sent = net.wire, net.trouble, net.share, net.loss, net.sent
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
     tally, w, state, turns, kept = traffic.tally, traffic.window, traffic.path, traffic.turn, traffic.kept
@@ -296,16 +305,16 @@ def inject(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Cal
     for host in range(shape.hosts):
         wire[now, host] = 0
         first = firsts[host]
-        mine = firsts[host + 1] - first
+        connections = firsts[host + 1] - first
         if debt[host] >= 1.0:
             debt[host] -= 1.0
             continue
         if trouble[host] and held(share, trouble, host, slot):
             continue
         at = nexts[host]
-        for _ in range(mine):
+        for _ in range(connections):
             flow = mines[first + at]
-            at = at + 1 if at + 1 < mine else 0
+            at = at + 1 if at + 1 < connections else 0
             if tally[flow, UNSENT] == 0 or tally[flow, IN_FLIGHT] + 1 > w[flow, WINDOW]:
                 continue
             path = again(knobs, shape, tally, state, kept, flow, 0)
@@ -326,10 +335,10 @@ def inject(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Cal
 def inject_in_turn(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int
 ) -> None:
-    """Where a NIC has a port on each of several planes, connections take turns, and so do the planes of each.
+    """Send packets where a NIC has ports on several planes: connections take turns, and so do the planes of each.
 
-    With a plane that always comes first, a connection that is held by its window would use that one most (41 % of the
-    packets on the first of four, 14 % on the last), where MRC keeps planes equal (arXiv:2605.04333 section 2.1).
+    If one plane always came first, a connection limited by its window would prefer it (41 % of the packets on the
+    first of four, 14 % on the last), while MRC keeps planes equal (arXiv:2605.04333 section 2.1).
     """
     wire, trouble, share, loss, ready, sent = net.wire, net.trouble, net.share, net.loss, net.ready, net.sent
     firsts, mines, nexts, debt = traffic.first, traffic.mine, traffic.next, traffic.debt
@@ -338,20 +347,20 @@ def inject_in_turn(
     for host in range(shape.hosts):
         ports = 0
         for plane in range(planes):
-            link, owes = plane * shape.per_plane + host, plane * shape.hosts + host
+            link, debt_index = plane * shape.per_plane + host, plane * shape.hosts + host
             wire[now, link] = 0
             ready[plane] = 0
-            if debt[owes] >= 1.0:
-                debt[owes] -= 1.0
+            if debt[debt_index] >= 1.0:
+                debt[debt_index] -= 1.0
             elif not (trouble[link] and held(share, trouble, link, slot)):
                 ready[plane] = 1
                 ports += 1
         first = firsts[host]
-        mine = firsts[host + 1] - first
+        connections = firsts[host + 1] - first
         at, idle = nexts[host], 0
-        while ports > 0 and idle < mine:
+        while ports > 0 and idle < connections:
             flow = mines[first + at]
-            at = at + 1 if at + 1 < mine else 0
+            at = at + 1 if at + 1 < connections else 0
             idle += 1
             if tally[flow, UNSENT] == 0 or tally[flow, IN_FLIGHT] + 1 > w[flow, WINDOW]:
                 continue

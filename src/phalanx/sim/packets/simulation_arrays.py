@@ -1,4 +1,4 @@
-"""Arrays of a simulation from a fabric, connections and a transport."""
+"""Allocate the arrays of a packet simulation from a fabric, connections and a transport, and check its cost."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from phalanx.sim.traffic_matrix import Flows
 
 TOTALS = 10
 SMOOTHING, FRESH_PACKETS = 0.0125, 8  # uet-htsim, public forks
-# Paths per plane from which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow as
-# its unluckiest plane.
+# Paths per plane above which planes behave alike: 128 over 8 is MRC's smallest set. With few, a connection is as slow
+# as its slowest plane.
 LEAST_PATHS = 16
-ROW = 16  # counters of a connection: a cache line
+ROW = 16  # counters of a connection: one cache line
 BYTES_PER_FLOW = 8 * 16 + 4 * ROW + 4 * 8  # window, counters, and the small columns
 BYTES_PER_EVENT = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketWorld:
-    """Everything the loop runs on."""
+    """All data that the loop runs on."""
 
     fabric: Fabric  # of the simulated planes
     links: Links
@@ -56,12 +56,12 @@ class PacketWorld:
     traffic: Traffic
     calendar: Calendar
     totals: Ints
-    copies: int  # planes that each simulated plane stands for
+    copies: int  # number of planes that each simulated plane represents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sketch:
-    """What will be simulated, before any large array exists."""
+    """Sizes and cost of a simulation, computed before any large array is allocated."""
 
     fabric: Fabric
     links: Links
@@ -70,27 +70,30 @@ class Sketch:
     hops: Ints32  # links of each connection's path
     paths: int
     copies: int
-    pool: int  # events that may wait at once
+    pool: int  # events that may be pending at once
     cost: PacketCost
 
 
 def sketch_run(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
-    """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
-    # A transfer of less than a packet per plane would become one on each.
-    each = flows.nbytes.min() > (fabric.planes - 1) * transport.payload_bytes
-    copies = fabric.planes if alike and each and transport.paths >= LEAST_PATHS * fabric.planes else 1
-    part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
-    links = links_of(part)
+    """Compute sizes and expected cost.
+
+    `alike` planes are simulated once, as each carries an equal share of every connection.
+    """
+    # A transfer of less than a packet per plane would become one packet on each.
+    fills_planes = flows.nbytes.min() > (fabric.planes - 1) * transport.payload_bytes
+    copies = fabric.planes if alike and fills_planes and transport.paths >= LEAST_PATHS * fabric.planes else 1
+    simulated = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
+    links = links_of(simulated)
     _check_hosts(fabric, flows)
-    slots = in_slots(part, transport, planes=part.planes)
+    slots = in_slots(simulated, transport, planes=simulated.planes)
     packets = np.ceil(np.minimum(flows.nbytes / transport.payload_bytes / copies, 2.0**62)).astype(np.int64)
-    here, there = links.host_t0(flows.source), links.host_t0(flows.target)
-    same_pod = here // links.t0_per_pod == there // links.t0_per_pod
-    hops = np.where(here == there, 2, np.where(same_pod, 4, 6)).astype(np.int32)
+    source_t0, target_t0 = links.host_t0(flows.source), links.host_t0(flows.target)
+    same_pod = source_t0 // links.t0_per_pod == target_t0 // links.t0_per_pod
+    hops = np.where(source_t0 == target_t0, 2, np.where(same_pod, 4, 6)).astype(np.int32)
     paths = max(1, transport.paths // copies)
     pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.float64)) + 1024)
     return Sketch(
-        fabric=part,
+        fabric=simulated,
         links=links,
         slots=slots,
         packets=packets,
@@ -119,7 +122,7 @@ def _packet_cost(
 
 
 def build_world(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> PacketWorld:
-    """The arrays."""
+    """Allocate and fill the arrays."""
     links, slots = plan.links, plan.slots
     shape = _network_shape(links, slots)
     totals = np.zeros(TOTALS, dtype=np.int64)
@@ -163,6 +166,7 @@ def _network_shape(links: Links, slots: Slots) -> Shape:
 
 
 def _transport_knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
+    """Convert the transport's settings to slots and packets."""
     slots, port_gbps = plan.slots, plan.fabric.port_gbps
     # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round
     # trip where queues trim; the proportional gain is 4 at a target of 12 µs.
@@ -187,7 +191,8 @@ def _transport_knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
         idle=1e-6 / slots.slot_s,
         scale=scale,
         gain=4 * scale * target * slots.slot_s / 12e-6,
-        # A sender hears of all its planes: where one stands for several, each acknowledgement does.
+        # A sender receives acknowledgements of all its planes: where one plane represents several, each counts for
+        # all.
         smoothing=1 - (1 - SMOOTHING) ** plan.copies,
         fresh=FRESH_PACKETS / plan.copies,
         least_paths=min(transport.least_paths, plan.paths),
@@ -225,9 +230,10 @@ def _traffic_arrays(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *
     first = np.searchsorted(flows.source[order], np.arange(hosts + 1)).astype(np.int32)
     offset = random.integers(0, max(1, plan.paths // planes), (number, planes))
     tally = np.zeros((number, ROW), dtype=np.int32)
-    tally[:, PLANE] = random.integers(0, planes, number)  # short transfers would meet on the first plane
+    # Random, or short transfers would all start on the first plane.
+    tally[:, PLANE] = random.integers(0, planes, number)
     waiting = np.argsort(schedule.waits_for, kind="stable")
-    places = np.arange(len(schedule.needed) + 1)
+    triggers = np.arange(len(schedule.needed) + 1)
     return Traffic(
         source=flows.source.astype(np.int32),
         target=flows.target.astype(np.int32),
@@ -247,7 +253,7 @@ def _traffic_arrays(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *
         fires=schedule.fires.astype(np.int32),
         needed=schedule.needed.astype(np.int32),
         waiting=waiting.astype(np.int32),
-        first_waiting=np.searchsorted(schedule.waits_for[waiting], places).astype(np.int32),
+        first_waiting=np.searchsorted(schedule.waits_for[waiting], triggers).astype(np.int32),
     )
 
 
@@ -264,7 +270,7 @@ def _first_windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.floa
 
 
 def calendar_of(ring: int, pool: int) -> Calendar:
-    """An empty calendar of `ring` slots with places for `pool` events."""
+    """Return an empty calendar of `ring` slots with places for `pool` events."""
     following = np.arange(1, pool + 1, dtype=np.int32)
     following[-1] = -1
     return Calendar(
@@ -287,18 +293,18 @@ def _check_hosts(fabric: Fabric, flows: Flows) -> None:
         raise mistake(f"traffic on {fabric.name}", f"{len(flows):,} connections", fix=f"use at most {MOST_FLOWS:,}")
 
 
-# What a simulation will cost, before it starts.
+# The cost of a simulation, checked before it starts.
 
 
-# One core of the machine of benchmarks/2026-11-15-packet-speed.md: packet hops per CPU-second, and the cost of looking
-# at a link in a slot in which it does nothing.
+# On one core of the machine of benchmarks/2026-11-15-packet-speed.md: packet hops per CPU-second, and the cost of
+# checking an idle link in a slot.
 HOPS_PER_S = 8e6
 LOOK_S = 1.5e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketBudget:
-    """What a simulation may take."""
+    """Limits of a simulation's CPU time and memory."""
 
     cpu_s: float = 600.0
     memory_bytes: float = 4e9
@@ -306,7 +312,7 @@ class PacketBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketCost:
-    """What a simulation is expected to take: the time of traffic that nothing holds up."""
+    """The expected cost of a simulation, for traffic without any delay."""
 
     packets: int
     hops: int
@@ -316,7 +322,7 @@ class PacketCost:
 
 
 def packet_cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> PacketCost:
-    """Expected cost of moving packets over hops while looking at every link in every slot."""
+    """Return the expected cost of moving packets over hops and checking every link in every slot."""
     cpu_s = hops / HOPS_PER_S + slots * links * LOOK_S
     return PacketCost(packets=packets, hops=hops, slots=slots, cpu_s=cpu_s, memory_bytes=memory_bytes)
 

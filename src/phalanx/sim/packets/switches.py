@@ -1,6 +1,6 @@
-"""The network's side of a slot: packets enter queues, ports send the heads of theirs, and what has no room is trimmed.
+"""The network's side of a slot: packets enter queues, ports send the head of theirs, and full queues trim packets.
 
-Compiled into the loop of `kernel.py`, whose head says what holds for every part of it.
+It is compiled into the loop of `kernel.py`, whose module docstring describes the conventions.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ MOST_DOUBLINGS = 4  # of a timeout
 
 @part
 def spread(seed: int, flow: int, path: int, salt: int, ways: int) -> int:
-    """Which of `ways` ports a path of a connection takes at one switch: an even hash, another one with each seed."""
+    """Return which of `ways` ports a path takes at one switch: an even hash that varies with the seed."""
     x = (flow * 2654435761 + path * 40503 + salt * 97531 + seed) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 29
     x = (x * 0x1CE4E5B9BF58476D) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 32
     x = (x * 0x133111EB94D049BB) & 0x7FFFFFFFFFFFFFF
     x ^= x >> 31
-    # The product's high bits in place of a remainder, which takes 20 to 40 cycles.
+    # The product's high bits instead of a remainder, which takes 20 to 40 cycles.
     return ((x & 0xFFFFFFFF) * ways) >> 32
 
 
@@ -65,7 +65,7 @@ def spread(seed: int, flow: int, path: int, salt: int, ways: int) -> int:
 def tell(
     first: Ints32, words: Ints, following: Ints32, free: Ints32, totals: Ints, ring: int, slot: int, word: int
 ) -> None:
-    """Have the sender learn something in a later slot."""
+    """Schedule an event for the sender in a later slot."""
     event = free[0]
     if event < 0:
         totals[OVERFLOW] += 1
@@ -81,7 +81,10 @@ def tell(
 def lose(
     shape: Shape, knobs: Knobs, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, packet: int
 ) -> None:
-    """A packet disappears: the sender knows after its timeout; without another path, it doubles with each in a row."""
+    """Record a packet that disappears; the sender notices after its timeout.
+
+    Without recovery at the edge, the timeout doubles with each loss in a row.
+    """
     flow = packet & FLOW_MASK
     totals[LOSSES_SEEN] += 1
     traffic.tally[flow, TOUCHED] |= 1
@@ -118,7 +121,10 @@ def trim(
     packet: int,
     left: int,
 ) -> None:
-    """A full queue cuts a packet to its header, which passes the `left` links of its way without waiting, and back."""
+    """Trim a packet at a full queue to its header.
+
+    The header passes the remaining `left` links without waiting, and the report returns to the sender.
+    """
     flow = packet & FLOW_MASK
     totals[TRIMS] += 1
     traffic.tally[flow, TOUCHED] |= 2
@@ -133,14 +139,14 @@ def trim(
 
 @part
 def crossing(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, place: int, turn: int) -> int:
-    """The first T1 uplink from `turn` on whose T2 routing holds for reachable, and the goal's pod from it; or -1."""
+    """Return the first T1 uplink from `turn` on whose T2 reaches the goal's pod, as routing knows it; or -1."""
     ups = shape.t0 * shape.t0_up
     over = base + 2 * (shape.hosts + ups)
     down = over + (shape.per_plane - 2 * (shape.hosts + ups)) // 2
-    here = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
-    there = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
+    source_uplinks = ((t0 // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
+    goal_uplinks = ((goal // shape.t0_per_pod) * shape.t1_per_pod + place) * shape.t1_up
     for _ in range(shape.t1_up):
-        if not (avoided[over + here + turn] or avoided[down + there + turn]):
+        if not (avoided[over + source_uplinks + turn] or avoided[down + goal_uplinks + turn]):
             return turn
         turn = (turn + 1) % shape.t1_up
     return -1
@@ -148,7 +154,7 @@ def crossing(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, place:
 
 @part
 def living(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, port: int) -> int:
-    """The first uplink from `port` on by which routing holds the goal for reachable."""
+    """Return the first uplink from `port` on over which the goal is reachable, as routing knows it."""
     up = base + 2 * shape.hosts
     down = up + shape.t0 * shape.t0_up
     across = shape.t1_up > 0 and t0 // shape.t0_per_pod != goal // shape.t0_per_pod
@@ -172,16 +178,16 @@ def from_nics(
     base: int,
     routed: int,
 ) -> None:
-    """What reaches the T0s from NICs."""
+    """Forward the packets that reach the T0s from NICs."""
     wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.waiting, net.host_t0
     avoided, target, links, seed = net.avoided, traffic.target, traffic.links, knobs.seed
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
     word, room = shuffled(slot), power_of_two_for(min(shape.block, hosts))
     for start in range(0, hosts, shape.block):
-        # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
+        # The hosts of a T0 take turns at being first, otherwise the last ones would find its queues full.
         size = min(shape.block, hosts - start)
-        for place in range(room):
-            host = start + nth(place, word, room)
+        for index in range(room):
+            host = start + nth(index, word, room)
             if host >= start + size:
                 continue
             packet = wire[now, base + host]
@@ -191,14 +197,14 @@ def from_nics(
             goal_host = target[flow]
             t0, goal = host_t0[host], host_t0[goal_host]
             if t0 == goal:
-                link, left = base + hosts + goal_host, 1
+                link, links_left = base + hosts + goal_host, 1
             else:
                 port = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 1, ports)
                 if routed:
                     port = living(shape, avoided, base, t0, goal, port)
-                link, left = base + 2 * hosts + t0 * ports + port, links[flow] - 1
+                link, links_left = base + 2 * hosts + t0 * ports + port, links[flow] - 1
             if not push(ring, head, count, queue, link, packet):
-                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
+                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, links_left)
 
 
 @part
@@ -213,14 +219,14 @@ def from_t0(
     base: int,
     routed: int,
 ) -> None:
-    """What reaches the T1s from below: down again within the pod, else up to a T2."""
+    """Forward the packets that reach the T1s from below: down again within the pod, else up to a T2."""
     wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
     now, queue, ports, per_pod = slot % shape.wire, shape.queue, shape.t0_up, shape.t0_per_pod
     ups, avoided, seed = shape.t0 * ports, net.avoided, knobs.seed
     up = base + 2 * shape.hosts
     word, room = shuffled(slot), power_of_two_for(shape.t0)
-    for place in range(room):
-        t0 = nth(place, word, room)
+    for index in range(room):
+        t0 = nth(index, word, room)
         if t0 >= shape.t0:
             continue
         port = word % ports
@@ -232,29 +238,30 @@ def from_t0(
             flow = packet & FLOW_MASK
             goal = host_t0[target[flow]]
             if shape.t1_up == 0 or t0 // per_pod == goal // per_pod:
-                link, left = up + ups + goal * ports + port, 2
+                link, links_left = up + ups + goal * ports + port, 2
             else:
                 t1 = (t0 // per_pod) * shape.t1_per_pod + port % shape.t1_per_pod
                 turn = spread(seed, flow, (packet >> FLOW_BITS) & PATH_MASK, 2, shape.t1_up)
-                if routed:  # without a way, on into the dead link
+                # Without an alternative, use the dead link.
+                if routed:
                     turn = max(crossing(shape, avoided, base, t0, goal, port % shape.t1_per_pod, turn), 0)
-                link, left = up + 2 * ups + t1 * shape.t1_up + turn, 4
+                link, links_left = up + 2 * ups + t1 * shape.t1_up + turn, 4
             if not push(ring, head, count, queue, link, packet):
-                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
+                trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, links_left)
 
 
 @part
 def from_t1(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
-    """What reaches the T0s from above."""
+    """Forward the packets that reach the T0s from above."""
     wire, ring, head, count, target = net.wire, net.ring, net.head, net.waiting, traffic.target
     now, queue, ports = slot % shape.wire, shape.queue, shape.t0_up
     fall, down = base + 2 * shape.hosts + shape.t0 * ports, base + shape.hosts
     word, room = shuffled(slot), power_of_two_for(ports)
     for start in range(fall, fall + shape.t0 * ports, ports):
-        for place in range(room):
-            port = nth(place, word, room)
+        for index in range(room):
+            port = nth(index, word, room)
             if port >= ports:
                 continue
             packet = wire[now, start + port]
@@ -277,7 +284,7 @@ def over_t2(
     base: int,
     routed: int,
 ) -> None:
-    """What reaches the T2s from below, and the T1s from them."""
+    """Forward the packets that reach the T2s from below, and the T1s from above."""
     wire, ring, head, count, host_t0, target = net.wire, net.ring, net.head, net.waiting, net.host_t0, traffic.target
     now, queue, per_pod, seed = slot % shape.wire, shape.queue, shape.t1_per_pod, knobs.seed
     avoided, source = net.avoided, traffic.source
@@ -285,8 +292,8 @@ def over_t2(
     over = fall + shape.t0 * shape.t0_up
     half = (base + shape.per_plane - over) // 2
     word, room = shuffled(slot), power_of_two_for(half)
-    for place in range(room):
-        index = nth(place, word, room)
+    for turn_index in range(room):
+        index = nth(turn_index, word, room)
         if index >= half:
             continue
         t1, turn = index // shape.t1_up, index % shape.t1_up
@@ -312,10 +319,10 @@ def over_t2(
 def deliver(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
-    """Receivers take packets, and acknowledge every few, and at once what is marked or asks for it."""
+    """Receive packets; acknowledge every few, and at once where one is marked or asks for it."""
     wire, tally, packets, links, debt = net.wire, traffic.tally, traffic.packets, traffic.links, traffic.debt
     first, words, following, free = calendar.first, calendar.word, calendar.next, calendar.free
-    now, owes = slot % shape.wire, base // shape.per_plane * shape.hosts
+    now, first_debt = slot % shape.wire, base // shape.per_plane * shape.hosts
     for host in range(shape.hosts):
         packet = wire[now, base + shape.hosts + host]
         if packet == 0:
@@ -326,23 +333,23 @@ def deliver(
         tally[flow, UNACKED] += 1
         number, arrived = tally[flow, UNACKED], tally[flow, ARRIVED]
         marks = (packet >> MARK_BIT) & 3
-        # Where all that is under way has arrived, a sender held by its window would wait for ever.
-        alone = number == tally[flow, IN_FLIGHT]
-        prompt = (packet >> MARK_BIT) & 7 or arrived == 1 or arrived == packets[flow] or alone
-        if prompt or number >= knobs.ack_every:
+        # Where every packet in flight has arrived, a sender limited by its window would wait forever.
+        is_last = number == tally[flow, IN_FLIGHT]
+        is_urgent = (packet >> MARK_BIT) & 7 or arrived == 1 or arrived == packets[flow] or is_last
+        if is_urgent or number >= knobs.ack_every:
             tally[flow, UNACKED] = 0
             waited = min(slot - (packet >> STAMP_BIT) - links[flow] * shape.wire, MOST_DELAY)
             word = (packet & WHO_MASK) | (marks << SEEN_BIT) | (number << NUMBER_BIT) | (waited << DELAY_BIT)
             at = slot + links[flow] * shape.back + shape.host_slots
             tell(first, words, following, free, totals, shape.ring, at, word)
-            debt[owes + host] += knobs.ack_share
+            debt[first_debt + host] += knobs.ack_share
 
 
 @part
 def serve(
     shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, calendar: Calendar, totals: Ints, slot: int, base: int
 ) -> None:
-    """Every switch port of a plane sends the head of its queue, marked when the queue behind it is long."""
+    """Send the head of the queue of every switch port of a plane, marked when the remaining queue is long."""
     wire, ring, head, counts, trouble = net.wire, net.ring, net.head, net.waiting, net.trouble
     share, loss, room = net.share, net.loss, net.room
     now, queue, low, high = slot % shape.wire, shape.queue, knobs.mark_low, knobs.mark_high
@@ -386,25 +393,26 @@ def shorten(
     base: int,
     link: int,
 ) -> None:
-    """Trim what a short queue has no room for. Here, not where packets enter: there it would cost every one of them."""
+    """Trim the packets that exceed a shortened queue; checked here, as a check of every entering packet costs more."""
     ups = shape.t0 * shape.t0_up
-    place = link - base - 2 * shape.hosts
+    link_index = link - base - 2 * shape.hosts
     while net.waiting[link] > max(1, int(shape.queue * net.room[link])):
         net.waiting[link] -= 1
         packet = net.ring[link, (net.head[link] + net.waiting[link]) % shape.queue]
-        left = 1
-        if place >= 2 * ups:  # beyond T0-T1: up to a T2, then down
-            left = 4 if place - 2 * ups < (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2 else 3
-        elif place >= ups:
-            left = 2
-        elif place >= 0:
-            left = traffic.links[packet & FLOW_MASK] - 1
-        trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, left)
+        links_left = 1
+        # Beyond T0-T1: up to a T2, then down.
+        if link_index >= 2 * ups:
+            links_left = 4 if link_index - 2 * ups < (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2 else 3
+        elif link_index >= ups:
+            links_left = 2
+        elif link_index >= 0:
+            links_left = traffic.links[packet & FLOW_MASK] - 1
+        trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, links_left)
 
 
 @part
 def held(share: Floats, trouble: Bytes, link: int, slot: int) -> bool:
-    """Whether a port lets this slot pass: it owes it to headers, or its link is slow."""
+    """Return True if a port does not send in this slot: it owes it to headers, or its link is slow."""
     if trouble[link] & 2:
         trouble[link] &= 1
         return True

@@ -1,4 +1,4 @@
-"""How connections send: paths, window, what a queue tells them, and what they do about a loss."""
+"""Transports of the packet engine: paths, window, packets, and the response to marks and losses, for MRC and RoCE."""
 
 from __future__ import annotations
 
@@ -18,49 +18,54 @@ Recovery = Literal["edge", "routing"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transport:
-    """A transport's settings; None is worked out from the fabric's round trip."""
+    """A transport's settings; None is derived from the fabric's round trip."""
 
     name: str
-    paths: int = 256  # per connection, over all planes: 1 is ECMP by connection, 8 is eight queue pairs
-    # "skip" leaves marked and trimmed paths out for a rotation; "recycle" also uses unmarked ones again first (REPS)
+    # Number per connection, over all planes: 1 is ECMP by connection, 8 is eight queue pairs.
+    paths: int = 256
+    # "skip" leaves marked and trimmed paths out for a rotation; "recycle" also uses unmarked paths again first
+    # (REPS).
     spray: Spray = "skip"
-    recovery: Recovery = "edge"  # "edge" retires a path at its first silent loss; "routing" waits for convergence
-    # Of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05). `recovery.CONVERGE_S` is
-    # 10 s; here packets end after 5.6 s at 100G.
+    # "edge" retires a path at its first silent loss; "routing" waits for convergence.
+    recovery: Recovery = "edge"
+    # Convergence of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05). CONVERGE_S
+    # of failure_budget.py is 10 s; packet simulations end after 5.6 s at 100G.
     converge_s: float = 1.0
     payload_bytes: int = 4096
-    header_bytes: int = 166  # 4096/(4096+166) is the 96 % of line rate of arXiv:2605.04333 section 5.2.1
+    # 4096/(4096+166) is the 96 % of line rate of arXiv:2605.04333 section 5.2.1.
+    header_bytes: int = 166
     ack_bytes: int = 64
     # Of both ends together: 5.09 µs between hosts under one T0, less two links of 0.73 (section 5.2.1).
     host_s: float = 3.63e-6
     ack_every: int = 4  # packets; marked ones are acknowledged at once
-    queue_packets: int | None = None  # one bandwidth-delay product
-    marks: tuple[float, float] = (0.2, 0.8)  # of that product: where marking begins, and where every packet is marked
-    # A mark there is no sign of the path (arXiv:2605.04333 section 2.1 leaves it out) and here only holds the window:
-    # without it a 7:1 incast ran unfairly (20 to 101 Gb/s) with 15 % of its packets trimmed.
+    queue_packets: int | None = None  # None: one bandwidth-delay product
+    # Shares of that product: where marking begins, and where every packet is marked.
+    marks: tuple[float, float] = (0.2, 0.8)
+    # A mark on the last hop is not evidence about the path (arXiv:2605.04333 section 2.1 leaves it out) and here only
+    # limits the window: without it a 7:1 incast ran unfairly (20 to 101 Gb/s) with 15 % of its packets trimmed.
     mark_last_hop: bool = True
-    window_packets: float | None = None  # at the start; 1.5 bandwidth-delay products
-    controlled: bool = True  # False keeps the window where it starts
-    timeout_s: float | None = None  # from sending to knowing that a packet was lost
-    # ev_min_active: that many paths of a connection are never retired (4 in mrc_qp.md, an example of the OCP)
+    window_packets: float | None = None  # at the start; None: 1.5 bandwidth-delay products
+    controlled: bool = True  # False keeps the window constant
+    timeout_s: float | None = None  # from sending until a packet counts as lost
+    # ev_min_active: the paths of a connection that are never retired (4 in mrc_qp.md, an example of the OCP).
     least_paths: int = 4
-    # Between tries of a retired path. Calibrated, the cadence is not published: with 1 % loss everywhere about a third
-    # of the throughput is left (arXiv:2605.04333 section 5.2.7). Docs have what 15 and 20 ms give.
+    # Between probes of a retired path. Calibrated, as it is not published: with 1 % loss everywhere about a third of
+    # the throughput is left (arXiv:2605.04333 section 5.2.7). The docs list the results of 15 and 20 ms.
     probe_s: float = 20e-3
 
     @property
     def packet_bytes(self) -> int:
-        """On the wire."""
+        """Bytes of a full packet on the wire."""
         return self.payload_bytes + self.header_bytes
 
 
-# What arXiv:2605.04333 and 2606.18170 describe.
+# The transport of arXiv:2605.04333 and 2606.18170.
 MRC = Transport(name="MRC")
-# RoCE with one path per queue pair on a routed fabric. Its own congestion control (DCQCN) and PFC are not modelled:
-# the same window is used, so that only paths and recovery differ.
+# RoCE with one path per queue pair on a routed fabric. Its own congestion control (DCQCN) and PFC are not modelled
+# here: it uses the same window, so that only paths and recovery differ.
 ECMP = Transport(name="ECMP", paths=1, spray="oblivious", recovery="routing")
 # uet-htsim (public forks) with its defaults and -sender_cc_only: 4,150 B packets with 64 B headers. Of its load
-# balancing, "mixed" is "recycle" here and "bitmap" is "skip".
+# balancers, "mixed" is "recycle" here and "bitmap" is "skip".
 HTSIM = Transport(name="uet-htsim", spray="recycle", paths=64, payload_bytes=4086, header_bytes=64, host_s=0.0)
 
 
@@ -69,10 +74,10 @@ class Slots:
     """A transport on a fabric, in slots (the time of one packet on a port) and packets."""
 
     slot_s: float
-    wire: int  # from the start of sending to arrival
-    back: int  # per link, of what travels without waiting
+    wire: int  # from the start of sending to arrival at the other end
+    back: int  # per link, of acknowledgements, which do not queue
     host: int
-    rtt: float  # of the longest path, empty
+    rtt: float  # of the longest path, without queues
     product: int  # bandwidth-delay product in packets
     queue: int
     window: float
@@ -80,7 +85,7 @@ class Slots:
 
 
 def in_slots(fabric: Fabric, transport: Transport, *, planes: int) -> Slots:
-    """What the engine needs of a transport on a fabric of which it simulates `planes`."""
+    """Return a transport on a fabric in slots, of which `planes` planes are simulated."""
     slot_s = 8.0 * transport.packet_bytes / (fabric.port_gbps * 1e9)
     flight = max(0, round(fabric.hop_s / slot_s))
     links, host = fabric.hops + 1, round(transport.host_s / slot_s)
@@ -132,24 +137,27 @@ class Dcqcn:
     """Rate control at the sending NIC: constants of Zhu et al., SIGCOMM 2015, whose links had 40 Gb/s."""
 
     gain: float = 1 / 256  # of alpha
-    cnp_s: float = 50e-6  # a receiver complains at most this often per queue pair
-    alpha_s: float = 55e-6  # without a complaint alpha falls this often
-    timer_s: float = 55e-6  # and the rate rises this often,
+    cnp_s: float = 50e-6  # at most one report per queue pair and this time
+    alpha_s: float = 55e-6  # alpha falls after this time without a report
+    timer_s: float = 55e-6  # and the rate rises after this time,
     counter_bytes: float = 10e6  # or after this many bytes
-    fast_rounds: int = 5  # of halving the distance to the old rate before adding to it
+    # Rounds that halve the distance to the old rate before it is exceeded.
+    fast_rounds: int = 5
     add_share: float = 40e6 / 40e9  # of line rate: 40 Mb/s at 40 Gb/s
-    hyper_share: float = 400e6 / 40e9  # ten times that, as 5 and 50 Mb/s are the defaults of NVIDIA's driver
+    # Ten times add_share, as 5 and 50 Mb/s are the defaults of NVIDIA's driver.
+    hyper_share: float = 400e6 / 40e9
     least_share: float = 1e-3  # of line rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roce:
-    """A conventional transport's settings."""
+    """The settings of a conventional transport."""
 
     name: str = "RoCE"
     qps: int = 1  # per connection, each on one path by hash
-    pfc: bool = True  # switches pause the port that fills them; off, a full buffer drops
-    dcqcn: Dcqcn | None = Dcqcn()  # None sends at line rate
+    # True: switches pause the port that fills them. False: a full buffer drops packets.
+    pfc: bool = True
+    dcqcn: Dcqcn | None = Dcqcn()  # None: send at line rate
     converge_s: float = 1.0  # of routing, as `Transport.converge_s`
     payload_bytes: int = 4096
     header_bytes: int = 82  # preamble and gap 20, Ethernet 18, IPv4 20, UDP 8, BTH 12, ICRC 4
@@ -157,15 +165,17 @@ class Roce:
     ack_every: int = 4
     # 4.096 µs · 2^14, the default of perftest; NCCL's own default is longer.
     timeout_s: float = 4.096e-6 * 2**14
-    buffer_bytes: float | None = None  # of a switch; 3.2 KB per Gb/s of its ports: Tomahawk 5 has 165 MB for 51.2 Tb/s
-    # A port is paused when it holds this share of what is free of the buffer (ns-3 RDMA model: 1/8), and goes on when
-    # it holds two packets less.
+    # Of a switch; None: 3.2 KB per Gb/s of its ports, as Tomahawk 5 has 165 MB for 51.2 Tb/s.
+    buffer_bytes: float | None = None
+    # A port is paused when it holds this share of the free buffer (ns-3 RDMA model: 1/8), and resumes when it holds
+    # two packets less.
     pause_share: float = 1 / 8
-    mark_most: float = 0.2  # chance of a mark where marking ends; above it every packet is marked
+    # Chance of a mark where marking ends; above that every packet is marked.
+    mark_most: float = 0.2
 
     @property
     def packet_bytes(self) -> int:
-        """On the wire."""
+        """Bytes of a full packet on the wire."""
         return self.payload_bytes + self.header_bytes
 
 
@@ -179,21 +189,21 @@ class RoceSlots:
     """A conventional transport on a fabric, in slots (the time of one packet on a port) and packets."""
 
     slot_s: float
-    wire: int  # from the start of sending to arrival
-    back: int  # per link, of what travels without waiting
+    wire: int  # from the start of sending to arrival at the other end
+    back: int  # per link, of acknowledgements, which do not queue
     host: int
-    buffer: float  # packets of a switch
+    buffer: float  # packets that a switch buffers
     mark_low: float
     mark_high: float
     timeout: int
 
     def slots(self, time_s: float) -> float:
-        """A time in slots."""
+        """Return a time in slots."""
         return time_s / self.slot_s
 
 
 def roce_slots(fabric: Fabric, roce: Roce) -> RoceSlots:
-    """What the loop needs of a transport on a fabric."""
+    """Return a conventional transport on a fabric in slots."""
     packet_bits, gbps = 8.0 * roce.packet_bytes, fabric.port_gbps
     slot_s = packet_bits / (gbps * 1e9)
     flight = max(0, round(fabric.hop_s / slot_s))

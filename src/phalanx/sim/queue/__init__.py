@@ -1,1 +1,1 @@
-"""A cluster and its queue in time: when jobs of all sizes start, and what stands idle or is lost meanwhile."""
+"""Simulate a cluster and its queue: when jobs of all sizes start, and the node-time that is idle or lost."""

@@ -1,4 +1,4 @@
-"""What became of each job, and the nodes it has now."""
+"""State and outcome of the jobs in a simulated queue."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from phalanx.sim.queue.queue_job import QueueJob
 
 @dataclass(kw_only=True, slots=True)
 class JobState:
-    """A job in the simulation. Times are seconds since the first submission; -1 for what has not happened."""
+    """A job in the simulation. Times are seconds since the first submission; -1 where the event has not occurred."""
 
     job: QueueJob
-    left_s: float  # work that is not saved yet
+    left_s: float  # remaining work that is not saved yet
     first_start_s: float = -1.0
     end_s: float = -1.0  # of the whole job
     starts: int = 0
     preemptions: int = 0
     failures: int = 0
-    lost_s: float = 0.0  # work that was done again, on each of its nodes
-    overhead_s: float = 0.0  # starting, restarting and ending early, on each of its nodes
-    racks: int = 0  # of its first start
-    # Of the present start; nodes is empty while it waits.
+    lost_s: float = 0.0  # work that was repeated, on each of its nodes
+    overhead_s: float = 0.0  # starting, restarting and early ends, on each of its nodes
+    racks: int = 0  # used by its first start
+    # Of the current start; `nodes` is empty while the job waits.
     nodes: list[int] = field(default_factory=list)
     rack_counts: dict[int, int] = field(default_factory=dict)
     away_nodes: int = 0  # of its nodes, those that leave service when it ends
@@ -29,13 +29,13 @@ class JobState:
     work_from_s: float = -1.0  # when its first step begins
     done_at_s: float = -1.0  # when it will have done its work
     limit_end_s: float = -1.0  # by when the scheduler expects its end
-    evict_at_s: float = -1.0  # when it must be gone, because it is preempted
-    start_id: int = 0  # events of an earlier start are void
+    evict_at_s: float = -1.0  # when it must end because of a preemption
+    start_id: int = 0  # events of an earlier start are ignored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Period:
-    """Node-seconds of a stretch of time; idle ones by reason."""
+    """Node-seconds of a time interval; idle ones by reason."""
 
     seconds: float
     busy_node_s: float
@@ -43,7 +43,7 @@ class Period:
     idle_node_s: dict[str, float]
 
 
-# Why nodes stand idle.
+# Reasons for idle nodes.
 NO_JOB, TOO_FEW, KEPT, TOPOLOGY, QUOTA = (
     "no job waiting",
     "too few for any job",
@@ -60,7 +60,8 @@ class QueueOutcome:
 
     nodes: int
     states: tuple[JobState, ...]
-    never_fit: tuple[QueueJob, ...]  # jobs that no empty cluster of this kind and policy would start
+    # Jobs that would not start even on an empty cluster with this policy.
+    never_fit: tuple[QueueJob, ...]
     while_submitting: Period
     whole: Period
     node_failures: int

@@ -1,6 +1,7 @@
-"""Traces of jobs: our CSV, and the Standard Workload Format of the Parallel Workloads Archive.
+"""Traces of jobs: Phalanx's CSV, and the Standard Workload Format of the Parallel Workloads Archive.
 
-https://www.cs.huji.ac.il/labs/parallel/workload/swf.html: 18 numbers a line, `;` begins a comment, -1 is "not known".
+https://www.cs.huji.ac.il/labs/parallel/workload/swf.html: 18 numbers a line, `;` begins a comment, -1 means
+"unknown".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SWF_FIELDS = 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTrace:
-    """Jobs in order of submission, and how many lines were left out because they never ran."""
+    """Jobs in order of submission, and the number of lines left out because the jobs never ran."""
 
     source: str
     jobs: tuple[QueueJob, ...]
@@ -36,19 +37,23 @@ class JobTrace:
 
 
 def read_trace(path: Path, *, devices_per_node: int) -> JobTrace:
-    """The jobs of a .csv or .swf file. Every wrong line is named; a file with one is refused.
+    """Read the jobs of a .csv or .swf file; raises UserError with the wrong lines.
 
-    Processors of SWF become whole nodes of `devices_per_node`; its times are moved so that the first job comes at 0.
+    Processors of SWF become whole nodes of `devices_per_node`. Its times are shifted so that the first job is
+    submitted at 0.
     """
     ending = path.suffix.lower()
     if ending not in (".csv", ".swf"):
-        what = "is neither a .csv nor a .swf file"
-        raise mistake(str(path), what, fix="name a trace such as jobs.csv (docs/queue-simulation.md), or `synthetic`")
+        problem = "is neither a .csv nor a .swf file"
+        raise mistake(
+            str(path), problem, fix="name a trace such as jobs.csv (docs/queue-simulation.md), or `synthetic`"
+        )
     text = read_text(path, noun="trace", most_bytes=MOST_BYTES)
     return _read_csv(text, str(path)) if ending == ".csv" else _read_swf(text, str(path), devices_per_node)
 
 
 def _read_csv(text: str, where: str) -> JobTrace:
+    """Read a trace in Phalanx's CSV format; raises UserError with all wrong lines."""
     try:
         reader = csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True)
         names = csv_columns(reader, where)
@@ -102,6 +107,7 @@ def _csv_job(row: dict[str | None, str | list[str] | None], number: int) -> Queu
 
 
 def _read_swf(text: str, where: str, devices_per_node: int) -> JobTrace:
+    """Read a trace in the Standard Workload Format; jobs that never ran are left out and counted."""
     jobs: list[QueueJob] = []
     problems: list[Problem] = []
     left_out = 0
@@ -112,8 +118,8 @@ def _read_swf(text: str, where: str, devices_per_node: int) -> JobTrace:
         _check_count(len(jobs), where)
         fields = line.split()
         if len(fields) != SWF_FIELDS:
-            what = f"has {len(fields)} fields; a job of the Standard Workload Format has {SWF_FIELDS}"
-            problems.append(Problem(where=f"{where}:{number}", what=what))
+            problem = f"has {len(fields)} fields; a job of the Standard Workload Format has {SWF_FIELDS}"
+            problems.append(Problem(where=f"{where}:{number}", what=problem))
         elif fields[3] in ("-1", "0") or (fields[4] in ("-1", "0") and fields[7] in ("-1", "0")):
             left_out += 1  # cancelled before it started, or without any record of its size
         else:
@@ -139,14 +145,14 @@ def _swf_job(fields: list[str], devices_per_node: int) -> QueueJob:
         submit_s=_parse_number(fields[1], "submit time (field 2)"),
         nodes=math.ceil(processors / devices_per_node),
         duration_s=duration,
-        # Sites let jobs run a little over what they asked for; the trace says that they did.
+        # Sites let jobs run slightly over their requested time, and the trace shows when they did.
         limit_s=max(requested, duration),
         team=f"group {group}" if group >= 0 else "",
     )
 
 
 def _job_or_problem(make: Callable[[], QueueJob], where: str, problems: list[Problem]) -> list[QueueJob]:
-    """The job of one line, or none and its problem noted."""
+    """Return the job of one line in a list, or an empty list with its problems added to `problems`."""
     try:
         job = make()
     except ValueError as error:

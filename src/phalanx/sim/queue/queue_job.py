@@ -1,4 +1,4 @@
-"""A job as a queue sees it: when it comes, how many whole nodes it needs, and for how long."""
+"""A job in a queue: its submission time, the number of whole nodes it needs, and its duration."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Domain = Literal["", "any", "rack", "block"]  # "" leaves it to the policy
 DOMAINS: tuple[str, ...] = get_args(Domain)
 MOST_JOBS = 1_000_000
 MOST_NODES = 131_072
-MOST_TIME_S = 3653 * DAY_S  # ten years: more is a slip of the pen
+MOST_TIME_S = 3653 * DAY_S  # ten years: more is taken for a typing error
 MOST_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueJob:
-    """One line of a trace. All its nodes are granted at once (a gang) and nobody else runs on them.
+    """One line of a trace. A job gets all its nodes at once (a gang) and shares them with no other job.
 
-    `duration_s` is the work it has to do; `limit_s` is the time that its owner asked for, which is what schedulers
-    know. A job whose work is longer than its limit is ended there. A greater `priority` goes first.
+    `duration_s` is the work it has to do. `limit_s` is the requested time, which is all that schedulers know; a job
+    whose work is longer is ended there. A greater `priority` goes first.
     """
 
     name: str
@@ -35,12 +35,12 @@ class QueueJob:
 
     @property
     def run_s(self) -> float:
-        """How long it runs undisturbed."""
+        """The time it runs undisturbed."""
         return min(self.duration_s, self.limit_s)
 
 
 def job_faults(job: QueueJob) -> list[str]:
-    """What is wrong with a job's values, in words."""
+    """Return the mistakes in a job's values, as sentences."""
     faults = []
     if not 0 <= job.submit_s <= MOST_TIME_S:
         faults.append(f"submit_s {job.submit_s:g} is out of range: use 0 to {MOST_TIME_S:g}")
@@ -57,7 +57,7 @@ def job_faults(job: QueueJob) -> list[str]:
 
 
 def in_order_of_submission(jobs: list[QueueJob], where: str) -> tuple[QueueJob, ...]:
-    """The jobs by their time of submission; those of the same second keep their order. Refuses none and too many."""
+    """Return the jobs by time of submission, stable within a second; raises UserError for no jobs, or too many."""
     if not jobs:
         raise mistake(where, "holds no job", fix="a trace has one line per job")
     if len(jobs) > MOST_JOBS:

@@ -1,4 +1,4 @@
-"""What a simulated queue came to: use of the nodes, waiting by size of job, and work that was lost."""
+"""The figures of a simulated queue: use of the nodes, waiting times by job size, and lost work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.sim.queue.job_state import IDLE_REASONS, JobState, Period, QueueOutcome
 
-# Nodes at which a class of sizes ends; the last has no end.
+# Numbers of nodes at which a size class ends; the last class has no end.
 SIZE_EDGES = (1, 8, 64, 512)
 
 
@@ -25,13 +25,13 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobGroup:
-    """Jobs of one class of sizes, or of one team."""
+    """The jobs of one size class, or of one team."""
 
     name: str
     jobs: int
     finished: int
-    waiting: Waiting | None  # None: none of them started
-    node_hours: float  # of work that stayed
+    waiting: Waiting | None  # None: no job of the group started
+    node_hours: float  # of work that was not lost
     preemptions: int
     interrupted_by_failures: int
 
@@ -48,7 +48,7 @@ class NodeUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueReport:
-    """Every figure of the page. `first_to_last_submission` is what policies are compared by."""
+    """All figures of the page. Policies are compared by `first_to_last_submission`."""
 
     nodes: int
     jobs: int
@@ -58,18 +58,18 @@ class QueueReport:
     first_to_last_submission: NodeUse
     whole: NodeUse
     useful_node_hours: float
-    lost_node_hours: float  # work since the last checkpoint, done again
+    lost_node_hours: float  # work since the last checkpoint, which was repeated
     overhead_node_hours: float  # starting, restarting, grace
     preemptions: int
     node_failures: int
     job_interruptions: int
-    racks_over_least: float  # racks that jobs were given over the fewest possible; 1 is perfect
+    racks_over_least: float  # racks used by jobs over the fewest possible; 1 is perfect
     by_size: tuple[JobGroup, ...]
     by_team: tuple[JobGroup, ...]
 
 
 def queue_report(outcome: QueueOutcome, *, nodes_per_rack: int) -> QueueReport:
-    """The figures of an outcome."""
+    """Return the figures of an outcome."""
     states = outcome.states
     finished = [state for state in states if state.end_s >= 0]
     started = [state for state in states if state.starts]
@@ -91,7 +91,9 @@ def queue_report(outcome: QueueOutcome, *, nodes_per_rack: int) -> QueueReport:
         job_interruptions=sum(state.failures for state in states),
         racks_over_least=sum(state.racks for state in started) / least if least else 1.0,
         by_size=_by_size(states),
-        by_team=tuple(_job_group(name or "no team", [one for one in states if one.job.team == name]) for name in teams),
+        by_team=tuple(
+            _job_group(name or "no team", [state for state in states if state.job.team == name]) for name in teams
+        ),
     )
 
 
@@ -106,6 +108,7 @@ def _by_size(states: Sequence[JobState]) -> tuple[JobGroup, ...]:
 
 
 def _job_group(name: str, states: Sequence[JobState]) -> JobGroup:
+    """Summarise the jobs of a group: waiting times, work, preemptions and failures."""
     waits = sorted(state.first_start_s - state.job.submit_s for state in states if state.starts)
     waiting = None
     if waits:
@@ -132,7 +135,7 @@ def _useful_hours(state: JobState) -> float:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of sorted values does not exceed (nearest rank).
+    """Return the smallest of sorted values that at least this share of them does not exceed (nearest rank).
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([1.0, 2.0, 3.0, 4.0], 0.9)
     (2.0, 4.0)
@@ -141,8 +144,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _node_use(period: Period, nodes: int) -> NodeUse:
-    whole = period.seconds * nodes
-    share = (lambda value: value / whole) if whole else (lambda value: 0.0)
+    node_s = period.seconds * nodes
+    share = (lambda value: value / node_s) if node_s else (lambda value: 0.0)
     return NodeUse(
         hours=period.seconds / 3600,
         busy=share(period.busy_node_s),

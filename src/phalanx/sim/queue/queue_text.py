@@ -1,4 +1,4 @@
-"""The page of `phalanx sim --queue`."""
+"""The page that `phalanx sim --queue` prints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from phalanx.sim.queue.queue_report import JobGroup, NodeUse, QueueReport
 from phalanx.units import format_count, format_seconds, plural
 
 BAR = 24
-MOST_TEAMS = 12  # that the page shows; the JSON has all
+MOST_TEAMS = 12  # shown on the page; the JSON has all
 BACKFILL_WORDS = {"none": "FIFO without backfill", "easy": "EASY backfill", "conservative": "conservative backfill"}
 
 
 def policy_words(policy: QueuePolicy) -> str:
-    """The policy in a line."""
+    """Describe the policy in a line."""
     words = [BACKFILL_WORDS[policy.backfill]]
     if policy.preemption:
         words.append("preemption")
@@ -27,7 +27,7 @@ def policy_words(policy: QueuePolicy) -> str:
 
 
 def queue_page(report: QueueReport, trace: JobTrace, policy: QueuePolicy, cluster: str) -> str:
-    """Use, waiting by size and team, losses."""
+    """Format the use of nodes, waiting times by size and team, and losses."""
     use = report.first_to_last_submission if report.first_to_last_submission.hours else report.whole
     until = "until the last submission" if use is report.first_to_last_submission else "until the last job ended"
     lines = [
@@ -63,7 +63,7 @@ def queue_page(report: QueueReport, trace: JobTrace, policy: QueuePolicy, cluste
 
 
 def _use_lines(use: NodeUse) -> list[str]:
-    rows = [("busy", use.busy), *((f"idle: {why}", share) for why, share in use.idle.items())]
+    rows = [("busy", use.busy), *((f"idle: {reason}", share) for reason, share in use.idle.items())]
     rows.append(("failed or drained", use.out_of_service))
     shown = [(name, f"{share:.1%}", text_bar(share, BAR)) for name, share in rows if share > 0 or name == "busy"]
     return text_table(shown, right=(1,), indent=2)
@@ -85,13 +85,16 @@ def _wait_text(seconds: float) -> str:
 
 
 def _work_lines(report: QueueReport) -> list[str]:
-    done = report.useful_node_hours + report.lost_node_hours + report.overhead_node_hours
+    total_hours = report.useful_node_hours + report.lost_node_hours + report.overhead_node_hours
     rows = [
         ("useful", report.useful_node_hours, f"{report.finished:,} of {plural(report.jobs, 'job')} finished"),
         ("lost", report.lost_node_hours, _loss_text(report)),
         ("overhead", report.overhead_node_hours, "start-up, restarts, early ends"),
     ]
-    shown = [(name, f"{hours / done if done else 0.0:.1%}", format_count(hours), words) for name, hours, words in rows]
+    shown = [
+        (name, f"{hours / total_hours if total_hours else 0.0:.1%}", format_count(hours), words)
+        for name, hours, words in rows
+    ]
     lines = text_table([("", "share", "node-hours", ""), *shown], right=(1, 2), indent=2)
     lines.append(f"  fragmentation: jobs span {report.racks_over_least:.2f} times the minimum number of racks")
     return lines

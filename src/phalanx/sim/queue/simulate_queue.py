@@ -1,7 +1,7 @@
-"""The cluster in time: jobs come, start, end and are interrupted; nodes fail, are repaired and drained.
+"""Simulate a cluster and its queue over time: jobs come, start, end and are interrupted; nodes fail and are drained.
 
-A heap of events; after all events of one moment the scheduler looks at the waiting jobs (queue_scheduler.py), and jobs
-get nodes or give them up (simulated_cluster.py).
+The simulation is a heap of events. After all events of one moment the scheduler considers the waiting jobs
+(queue_scheduler.py), and jobs get nodes or return them (simulated_cluster.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from phalanx.sim.queue.simulated_cluster import (
 from phalanx.sim.queue.victims import TeamQuota
 from phalanx.units import DAY_S, HOUR_S
 
-TAIL_S = 365 * DAY_S  # after the last submission: who has not ended by then never will (too many failures)
+# After the last submission: a job that has not ended by then never will (too many failures).
+TAIL_S = 365 * DAY_S
 MOST_FAILURES = 5_000_000
 
 
@@ -43,19 +44,23 @@ def simulate_jobs(
     seed: int = 0,
     journal: list[JournalEntry] | None = None,
 ) -> QueueOutcome:
-    """What becomes of jobs, in order of submission, on so many equal nodes. The same seed gives the same outcome.
+    """Simulate jobs, in order of submission, on equal nodes. The same seed gives the same outcome.
 
-    `journal` is given every moment at which a job gets nodes or gives them up.
+    `journal` receives an entry whenever a job gets nodes or returns them.
     """
     span_days = (jobs[-1].submit_s if jobs else 0.0) / DAY_S
     if nodes * failures_per_node_day * span_days > MOST_FAILURES:
-        what = f"{nodes:,} nodes would fail {nodes * failures_per_node_day * span_days:,.0f} times"
-        raise mistake("failures_per_node_day", what, fix=f"use fewer: {MOST_FAILURES:,} failures are simulated at most")
+        problem = f"{nodes:,} nodes would fail {nodes * failures_per_node_day * span_days:,.0f} times"
+        raise mistake(
+            "failures_per_node_day", problem, fix=f"use fewer: {MOST_FAILURES:,} failures are simulated at most"
+        )
     chance = random.Random(seed)
     return _Simulation(tuple(jobs), nodes, policy, failures_per_node_day / DAY_S, chance, journal).run()
 
 
 class _Simulation:
+    """A simulation: its cluster, scheduler, and the sums of node-time."""
+
     def __init__(
         self,
         jobs: tuple[QueueJob, ...],
@@ -76,8 +81,8 @@ class _Simulation:
         possible: list[QueueJob] = []
         never: list[QueueJob] = []
         for job in jobs:
-            held = pool.could_ever_hold(job.nodes, pool.domain_of(job.nodes, job.domain))
-            (possible if held and quota.could_ever_allow(job) else never).append(job)
+            fits = pool.could_ever_hold(job.nodes, pool.domain_of(job.nodes, job.domain))
+            (possible if fits and quota.could_ever_allow(job) else never).append(job)
         self.never_fit = tuple(never)
         self.cluster = SimulatedCluster(tuple(possible), pool, policy, rate, chance, journal)
         self.scheduler = QueueScheduler(self.cluster, quota)
@@ -86,7 +91,7 @@ class _Simulation:
         self.events = 0
 
     def run(self) -> QueueOutcome:
-        """From the first submission to the last end."""
+        """Run from the first submission to the last end."""
         count, submitted = len(self.cluster.states), 0
         if self.cluster.rate and count:
             self.cluster.plan_failure()
@@ -95,10 +100,15 @@ class _Simulation:
         last = self.cluster.states[-1].job.submit_s if count else 0.0
         while_submitting: Period | None = None
         while submitted < count or self.cluster.running or len(self.cluster.line):
-            comes = self.cluster.states[submitted].job.submit_s if submitted < count else None
-            if comes is None and (not self.cluster.heap or self.cluster.now > last + TAIL_S):
-                break  # nothing can happen any more, or nothing that matters
-            time = min(comes, self.cluster.heap[0][0]) if comes is not None and self.cluster.heap else comes
+            next_submit_s = self.cluster.states[submitted].job.submit_s if submitted < count else None
+            if next_submit_s is None and (not self.cluster.heap or self.cluster.now > last + TAIL_S):
+                # No further event is possible, or none that matters.
+                break
+            time = (
+                min(next_submit_s, self.cluster.heap[0][0])
+                if next_submit_s is not None and self.cluster.heap
+                else next_submit_s
+            )
             self._advance(self.cluster.heap[0][0] if time is None else time)
             while self.cluster.heap and self.cluster.heap[0][0] <= self.cluster.now:
                 self._handle(*heapq.heappop(self.cluster.heap)[1:])
@@ -137,11 +147,12 @@ class _Simulation:
         )
 
     def _handle(self, kind: int, number: int, start_id: int) -> None:
+        """Process one event; events of an earlier start of a job are ignored."""
         self.events += 1
         if kind in (END, EVICT):
             state = self.cluster.states[number]
             if state.start_id != start_id or not state.nodes:
-                return  # of an earlier start
+                return  # an event of an earlier start
             self.cluster.end_job(number) if kind == END else self.cluster.interrupt_job(
                 number, saved=self.policy.save_on_signal
             )

@@ -1,4 +1,4 @@
-"""The simulated cluster: jobs get nodes and give them up; nodes fail, are repaired and drained."""
+"""The simulated cluster: jobs get nodes and return them; nodes fail, are repaired and drained."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from phalanx.sim.queue.queue_policy import QueuePolicy
 from phalanx.sim.queue.waiting_line import TeamUse, WaitingLine
 from phalanx.units import HOUR_S
 
-# Events of the same moment: nodes come back before they are asked for.
+# Order of events of the same moment: nodes return before they are requested.
 END, EVICT, REPAIR, UNDRAIN, FAIL, DRAIN, BACKFILL = range(7)
 
-JournalEntry = tuple[
-    float, bool, int, tuple[int, ...]
-]  # time, whether the job begins (or ends) there, its number, nodes
+# Time; True if the job begins, False if it ends; its number; its nodes.
+JournalEntry = tuple[float, bool, int, tuple[int, ...]]
 
 
 class SimulatedCluster:
-    """Jobs by number, the nodes they have, who waits, and the events to come."""
+    """Jobs by number, their nodes, the waiting line, and the events to come."""
 
     def __init__(
         self,
@@ -43,14 +42,14 @@ class SimulatedCluster:
         self.heap: list[tuple[float, int, int, int]] = []  # time, kind, number or node, start_id
         self.now = 0.0
         self.admitted_until = 0.0  # the scheduler is busy with admissions until then
-        # Job -> its victims that still run, free nodes it counts on.
+        # Job -> its victims that still run, and the free nodes it counts on.
         self.awaiting: dict[int, tuple[set[int], int]] = {}
         self.failures = 0
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
     def start_job(self, number: int, nodes: list[int]) -> None:
-        """Gives a job its nodes, and plans its end."""
+        """Give a job its nodes, and schedule its end."""
         state, policy = self.states[number], self.policy
         self.admitted_until = max(self.now, self.admitted_until) + policy.admission_s
         delay = self.admitted_until - self.now
@@ -78,7 +77,7 @@ class SimulatedCluster:
         heapq.heappush(self.heap, (state.done_at_s, END, number, state.start_id))
 
     def expected_s(self, state: JobState) -> float:
-        """From now until the job's limit."""
+        """Return the seconds from now until the job's limit."""
         if not self.policy.admission_s and not self.policy.started_nodes_per_s:
             return state.job.limit_s + (self.policy.restart_s if state.starts else 0.0)
         ahead = max(self.now, self.admitted_until) + self.policy.admission_s - self.now
@@ -87,14 +86,14 @@ class SimulatedCluster:
         return ahead + state.job.limit_s + (self.policy.restart_s if state.starts else 0.0)
 
     def end_job(self, number: int) -> None:
-        """A job that has done its work gives its nodes back."""
+        """End a job that has done its work, and return its nodes."""
         state = self.states[number]
         state.left_s, state.end_s = 0.0, self.now
         state.overhead_s += state.work_from_s - state.start_s
         self._release(number)
 
     def preempt_job(self, number: int) -> None:
-        """Ends a job for another one: at once, or after its time to save."""
+        """End a job for another one: at once, or after its grace time to save."""
         state, grace = self.states[number], self.policy.grace_s
         state.preemptions += 1
         if not grace:
@@ -108,24 +107,25 @@ class SimulatedCluster:
             heapq.heappush(self.heap, (state.evict_at_s, EVICT, number, state.start_id))
 
     def interrupt_job(self, number: int, *, saved: bool) -> None:
-        """Ends a job before its time; it waits again, with what its last checkpoint saved."""
+        """End a job early; it waits again, with the work of its last checkpoint."""
         state = self.states[number]
         signalled = state.evict_at_s - self.policy.grace_s if state.evict_at_s >= 0 else self.now
-        done = self._lose_work(state, at=signalled, saved=saved)
-        state.overhead_s += self.now - state.start_s - done
+        work_s = self._lose_work(state, at=signalled, saved=saved)
+        state.overhead_s += self.now - state.start_s - work_s
         self._release(number)
         self.line.add(number)
 
     def _lose_work(self, state: JobState, *, at: float, saved: bool) -> float:
-        """Counts what an interruption at `at` keeps and what it loses; seconds of work of this start."""
-        done = max(0.0, at - state.work_from_s)
-        every = self.policy.checkpoint_s
-        kept = done if saved else done // every * every if every else 0.0
-        state.left_s -= kept
-        state.lost_s += done - kept
-        return done
+        """Split the work of this start into saved and lost at an interruption; returns its seconds."""
+        work_s = max(0.0, at - state.work_from_s)
+        interval_s = self.policy.checkpoint_s
+        saved_s = work_s if saved else work_s // interval_s * interval_s if interval_s else 0.0
+        state.left_s -= saved_s
+        state.lost_s += work_s - saved_s
+        return work_s
 
     def _release(self, number: int) -> None:
+        """Return a job's nodes to the pool and update the jobs that wait for them."""
         state = self.running.pop(number)
         del self.ends[bisect_left(self.ends, (state.limit_end_s, number))]
         self._note(number, begins=False)
@@ -146,12 +146,12 @@ class SimulatedCluster:
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
     def plan_failure(self) -> None:
-        """The next node to fail, and when."""
+        """Schedule the next failure of a node."""
         gap = self.chance.expovariate(self.rate * self.pool.nodes)
         heapq.heappush(self.heap, (self.now + gap, FAIL, self.chance.randrange(self.pool.nodes), 0))
 
     def fail_node(self, node: int) -> None:
-        """A node fails; its job gets a spare one or waits again."""
+        """Fail a node; its job gets a spare one or waits again."""
         self.plan_failure()
         self.failures += 1
         number = self.owner[node]
@@ -165,15 +165,15 @@ class SimulatedCluster:
         if spare is None:
             self.interrupt_job(number, saved=False)
             return
-        # The others keep their nodes; all repeat what was not saved.
-        done = self._lose_work(state, at=self.now, saved=False)
+        # The other nodes stay with the job; all repeat the work that was not saved.
+        work_s = self._lose_work(state, at=self.now, saved=False)
         self._note(number, begins=False)
         state.nodes[state.nodes.index(node)] = spare
         self._note(number, begins=True)
         self.owner[node], self.owner[spare] = -1, number
         self.pool.give_back([node])
         state.rack_counts = self.pool.rack_counts(state.nodes)
-        state.overhead_s += self.now - state.start_s - done
+        state.overhead_s += self.now - state.start_s - work_s
         state.start_s, state.work_from_s = self.now, self.now + self.policy.restart_s
         state.start_id += 1
         state.done_at_s = state.work_from_s + state.left_s
@@ -183,18 +183,18 @@ class SimulatedCluster:
         heapq.heappush(self.heap, (state.done_at_s, END, number, state.start_id))
 
     def _spare_for(self, state: JobState) -> int | None:
-        """A free node for one that failed, in the domain that the job must keep."""
+        """Return a free node to replace a failed one, in the domain that the job must keep."""
         pool = self.pool
         domain = pool.domain_of(state.job.nodes, state.job.domain)
         barred: set[int] = set()
         if domain != "any":
             home = next(racks for racks in pool.domains(domain) if next(iter(state.rack_counts)) in racks)
             barred = {rack for racks in pool.domains("rack") for rack in racks if rack not in home}
-        found = pool.take(1, "any", barred)
-        return found[0] if found else None
+        nodes = pool.take(1, "any", barred)
+        return nodes[0] if nodes else None
 
     def drain_nodes(self, index: int, *, begins: bool) -> None:
-        """Nodes leave service once they are free, or come back."""
+        """Take nodes out of service once they are free, or return them."""
         drain = self.policy.drain[index]
         for node in range(drain.first_node, min(drain.first_node + drain.nodes, self.pool.nodes)):
             if begins:

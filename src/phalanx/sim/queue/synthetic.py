@@ -1,9 +1,9 @@
-"""Jobs of a cluster that nobody recorded: many small ones, few huge ones, more by day than by night.
+"""Synthetic jobs of a cluster: many small ones, few huge ones, more by day than by night.
 
-Sizes are powers of two. Nine in ten jobs have 1 to 8 nodes; one in a hundred has 64 or more and most of the work, as in
-published traces of GPU clusters (MLaaS, Philly, Acme). Times are lognormal by class, then all are scaled so that the
-jobs together ask for `load` of the cluster. Owners ask for 1.2 to 5 times what they need, which is the spread that the
-Parallel Workloads Archive shows.
+Sizes are powers of two. Nine in ten jobs have 1 to 8 nodes; one in a hundred has 64 or more and most of the work, as
+in published traces of GPU clusters (MLaaS, Philly, Acme). Times are lognormal by class, then all are scaled so that
+the jobs together request `load` of the cluster. Requested times are 1.2 to 5 times the needed ones, the spread of the
+Parallel Workloads Archive.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ CLASSES = (
     SizeClass(share=0.0095, least_nodes=64, most_nodes=512, median_s=9 * HOUR_S, log_spread=1.0, priority=1),
     SizeClass(share=0.0005, least_nodes=1024, most_nodes=2048, median_s=36 * HOUR_S, log_spread=0.6, priority=2),
 )
-LEAST_S, MOST_S = 60.0, 7 * DAY_S  # of a job's work: a minute to a week, before scaling
-NIGHT = 0.4  # arrivals in the deepest hour of the night, over those at noon
-TEAMS = ("red", "green", "blue", "gold")  # where the policy names none
+# Of a job's work, before scaling: a minute to a week.
+LEAST_S, MOST_S = 60.0, 7 * DAY_S
+NIGHT = 0.4  # arrivals in the deepest hour of the night, relative to noon
+TEAMS = ("red", "green", "blue", "gold")  # used where the policy has no teams
 
 
 def synthetic_jobs(
     *, nodes: int, jobs: int, days: float, load: float, seed: int, teams: tuple[str, ...] = ()
 ) -> JobTrace:
-    """So many jobs in so many days on a cluster of so many nodes; the same seed gives the same jobs.
+    """Generate jobs that are submitted over `days` to a cluster of `nodes`; the same seed gives the same jobs.
+
+    `load` is the requested share of the cluster's node-time. Raises UserError for values out of range.
 
     >>> trace = synthetic_jobs(nodes=100, jobs=3, days=1, load=0.5, seed=0)
     >>> len(trace.jobs), trace == synthetic_jobs(nodes=100, jobs=3, days=1, load=0.5, seed=0)
@@ -66,9 +69,9 @@ def synthetic_jobs(
     names = teams or TEAMS
     drawn = []
     for number in range(jobs):
-        kind = chance.choices(CLASSES, weights=[one.share for one in CLASSES])[0]
-        powers = range(int(math.log2(kind.least_nodes)), int(math.log2(kind.most_nodes)) + 1)
-        duration = kind.median_s * math.exp(chance.gauss(0.0, kind.log_spread))
+        size_class = chance.choices(CLASSES, weights=[candidate.share for candidate in CLASSES])[0]
+        powers = range(int(math.log2(size_class.least_nodes)), int(math.log2(size_class.most_nodes)) + 1)
+        duration = size_class.median_s * math.exp(chance.gauss(0.0, size_class.log_spread))
         drawn.append(
             QueueJob(
                 name=f"job {number + 1}",
@@ -77,21 +80,21 @@ def synthetic_jobs(
                 duration_s=min(MOST_S, max(LEAST_S, duration)),
                 limit_s=1.2 + 3.8 * chance.random() ** 2,  # a factor, until the scale is known
                 team=chance.choice(names),
-                priority=kind.priority,
+                priority=size_class.priority,
             )
         )
-    asked = math.fsum(job.nodes * job.duration_s for job in drawn)
-    scale = load * nodes * days * DAY_S / asked
-    made = [
+    requested = math.fsum(job.nodes * job.duration_s for job in drawn)
+    scale = load * nodes * days * DAY_S / requested
+    scaled = [
         replace(job, duration_s=job.duration_s * scale, limit_s=_round_up(job.duration_s * scale * job.limit_s))
         for job in drawn
     ]
     source = f"synthetic, {jobs:,} jobs in {days:g} days, load {load:g}, seed {seed}"
-    return JobTrace(source=source, jobs=in_order_of_submission(made, source))
+    return JobTrace(source=source, jobs=in_order_of_submission(scaled, source))
 
 
 def _arrival_time(chance: random.Random, days: float) -> float:
-    """A moment of the period; by rejection, so that nights have fewer."""
+    """Draw a time of the period by rejection, so that nights have fewer arrivals."""
     while True:
         time = chance.random() * days * DAY_S
         busy = (1 + NIGHT) / 2 - (1 - NIGHT) / 2 * math.cos(2 * math.pi * time / DAY_S)  # midnight is the minimum
@@ -100,5 +103,5 @@ def _arrival_time(chance: random.Random, days: float) -> float:
 
 
 def _round_up(seconds: float) -> float:
-    """Whole minutes, as people and Slurm write limits."""
+    """Round up to whole minutes, as limits are usually given."""
     return max(1.0, math.ceil(seconds / MINUTE_S)) * MINUTE_S

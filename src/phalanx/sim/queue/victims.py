@@ -1,4 +1,4 @@
-"""Who has to give way: to a job of higher priority, or to a team that takes its own nodes back."""
+"""Choice of jobs to preempt: for a job of higher priority, or for a team that takes its own nodes back."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from phalanx.sim.queue.node_pool import NodePool
 from phalanx.sim.queue.queue_job import Domain, QueueJob
 from phalanx.sim.queue.queue_policy import QueuePolicy, QueueTeam
 
-# Times that a job gives way: priorities within teams and nodes taken back between them can end two jobs in turn, again
-# and again, before either has done any work.
+# Preemptions of a job at most: priorities within teams and nodes taken back between them can end two jobs in turn,
+# again and again, before either has done any work.
 MOST_PREEMPTIONS = 100
 
 
 class TeamQuota:
-    """Whose nodes are whose. Without teams, everything is everybody's."""
+    """The quotas of teams. Without teams, every job may use every node."""
 
     def __init__(self, teams: Iterable[QueueTeam]) -> None:
         self.teams = {team.name: team for team in teams}
         self._all = sum(team.nodes for team in self.teams.values())
 
     def could_ever_allow(self, job: QueueJob) -> bool:
-        """Whether the job fits its team's nodes with all that it may borrow."""
+        """Return True if the job fits its team's nodes with all that it may borrow."""
         team = self.teams.get(job.team)
         if team is None:
             return True
@@ -30,7 +30,7 @@ class TeamQuota:
         return job.nodes <= most
 
     def allows(self, job: QueueJob, running: Mapping[str, int]) -> bool:
-        """Whether its team may use so many nodes more: its own, or borrowed from what others leave unused."""
+        """Return True if the job's team may use its nodes in addition: its own, or unused ones of other teams."""
         team = self.teams.get(job.team)
         if team is None:
             return True
@@ -41,12 +41,12 @@ class TeamQuota:
         return within and sum(running.get(name, 0) for name in self.teams) + job.nodes <= self._all
 
     def borrowed(self, name: str, running: Mapping[str, int]) -> int:
-        """Nodes beyond its own that a team has now."""
+        """Return the nodes beyond its own that a team uses now."""
         team = self.teams.get(name)
         return max(0, running.get(name, 0) - team.nodes) if team else 0
 
     def owns(self, job: QueueJob, running: Mapping[str, int]) -> bool:
-        """Whether the job stays within its team's own nodes."""
+        """Return True if the job stays within its team's own nodes."""
         team = self.teams.get(job.team)
         return team is not None and running.get(job.team, 0) + job.nodes <= team.nodes
 
@@ -62,10 +62,10 @@ def choose_victims(
     quota: TeamQuota,
     team_nodes: Mapping[str, int],
 ) -> list[int]:
-    """The running jobs whose end lets this one start, or none where that would not be enough.
+    """Return the running jobs whose end lets this one start, or an empty list where that would not be enough.
 
-    The lowest priority goes first, then the youngest start, which loses least; whoever turns out not to be needed
-    stays. Jobs of a team that borrows give way only as long as it borrows.
+    The lowest priority is ended first, then the latest start, which loses least. Jobs that turn out not to be needed
+    stay. Jobs of a team that borrows are ended only as long as it borrows.
     """
     allowed = _who_may_be_ended(job, running, policy, quota, team_nodes)
     if not allowed:
@@ -82,10 +82,10 @@ def choose_victims(
             if any(rack in running[number].rack_counts for rack in racks)
         }
         order = [number for number in allowed if number in sizes]
-        found = _fewest_victims(order, sizes, job.nodes - pool.free_in(racks), running, quota, job, team_nodes)
-        cost = sum(len(running[number].nodes) for number in found)
-        if found and (not best or cost < best_nodes):
-            best, best_nodes = found, cost
+        victims = _fewest_victims(order, sizes, job.nodes - pool.free_in(racks), running, quota, job, team_nodes)
+        cost = sum(len(running[number].nodes) for number in victims)
+        if victims and (not best or cost < best_nodes):
+            best, best_nodes = victims, cost
     return best
 
 
@@ -96,7 +96,7 @@ def _who_may_be_ended(
     quota: TeamQuota,
     team_nodes: Mapping[str, int],
 ) -> list[int]:
-    """Candidates in the order in which they go."""
+    """Return the jobs that may be ended, in the order in which they are ended."""
     takes_back = policy.reclaim and quota.owns(job, team_nodes)
     borrowers = {
         name for name in quota.teams if takes_back and name != job.team and quota.borrowed(name, team_nodes) > 0
@@ -107,13 +107,13 @@ def _who_may_be_ended(
     def may(state: JobState) -> bool:
         if state.evict_at_s >= 0 or state.preemptions >= MOST_PREEMPTIONS:
             return False
-        other = state.job
-        if policy.preemption and other.priority < job.priority and (not quota.teams or other.team == job.team):
+        candidate = state.job
+        if policy.preemption and candidate.priority < job.priority and (not quota.teams or candidate.team == job.team):
             return True
-        return other.team in borrowers
+        return candidate.team in borrowers
 
-    found = [number for number, state in running.items() if may(state)]
-    return sorted(found, key=lambda number: (running[number].job.priority, -running[number].start_s, -number))
+    candidates = [number for number, state in running.items() if may(state)]
+    return sorted(candidates, key=lambda number: (running[number].job.priority, -running[number].start_s, -number))
 
 
 def _fewest_victims(
@@ -125,22 +125,22 @@ def _fewest_victims(
     job: QueueJob,
     team_nodes: Mapping[str, int],
 ) -> list[int]:
-    """As many of `order` as give `missing` nodes; none where all of them do not."""
-    left = dict(team_nodes)
+    """Return as many jobs of `order` as free `missing` nodes; an empty list where all together free fewer."""
+    nodes_left = dict(team_nodes)
     chosen: list[int] = []
     freed = 0
     for number in order:
         if freed >= missing:
             break
         team = running[number].job.team
-        if team != job.team and quota.teams and not quota.borrowed(team, left):
-            continue  # it is back at its own nodes
+        if team != job.team and quota.teams and not quota.borrowed(team, nodes_left):
+            continue  # the team no longer borrows
         chosen.append(number)
         freed += sizes[number]
-        left[team] = left.get(team, 0) - len(running[number].nodes)
+        nodes_left[team] = nodes_left.get(team, 0) - len(running[number].nodes)
     if freed < missing:
         return []
-    for number in sorted(chosen, key=lambda one: -sizes[one]):
+    for number in sorted(chosen, key=lambda candidate: -sizes[candidate]):
         if freed - sizes[number] >= missing:
             chosen.remove(number)
             freed -= sizes[number]

@@ -1,4 +1,4 @@
-"""Who is next: priority, then fair share between teams where it is asked for, then the time of submission."""
+"""The waiting line: priority, then fair share between teams where it is set, then the time of submission."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ Place = tuple[int, int]  # (-priority, number of the job in order of submission)
 
 
 class WaitingLine:
-    """Jobs that wait, by number. With fair share there is a line per team; else all are in one."""
+    """The waiting jobs by number. With fair share there is a line per team, else one for all."""
 
     def __init__(self, jobs: tuple[QueueJob, ...], *, fair_share: bool) -> None:
         self._jobs, self._fair = jobs, fair_share
         self._lines: dict[str, list[Place]] = {}
-        self._needs: list[int] = []  # nodes that waiting jobs ask for, sorted
+        self._needs: list[int] = []  # nodes of the waiting jobs, sorted
 
     def __len__(self) -> int:
         return len(self._needs)
 
     @property
     def smallest_need(self) -> int:
-        """Nodes of the smallest waiting job."""
+        """The number of nodes of the smallest waiting job."""
         return self._needs[0]
 
     def add(self, number: int) -> None:
-        """A job begins to wait; one that was preempted takes the place that its submission gives it."""
+        """Add a waiting job; a preempted one takes the place of its submission time."""
         job = self._jobs[number]
         insort(self._lines.setdefault(job.team if self._fair else "", []), (-job.priority, number))
         insort(self._needs, job.nodes)
 
     def remove(self, number: int) -> None:
-        """A job no longer waits."""
+        """Remove a job from the line."""
         job = self._jobs[number]
         line = self._lines[job.team if self._fair else ""]
         del line[bisect_left(line, (-job.priority, number))]
         del self._needs[bisect_left(self._needs, job.nodes)]
 
     def in_order(self, used: Mapping[str, float]) -> Iterator[int]:
-        """Numbers of jobs, the next first. `used` is the use of each team for its weight; it may change meanwhile.
+        """Yield the numbers of the waiting jobs, the next first.
 
-        The line itself must not change while it is walked.
+        `used` is each team's use over its weight; it may change during the iteration. The line itself must not.
         """
         if not self._fair:
             yield from (number for _, number in self._lines.get("", ()))
@@ -52,25 +52,26 @@ class WaitingLine:
         heads = [(line[0][0], used.get(team, 0.0), line[0][1], team, 0) for team, line in self._lines.items() if line]
         heapq.heapify(heads)
         while heads:
-            priority, then, number, team, position = heads[0]
-            if used.get(team, 0.0) != then:  # a job of this team was started since: another may be next
+            priority, share_then, number, team, position = heads[0]
+            # A job of this team was started since: another team may be next.
+            if used.get(team, 0.0) != share_then:
                 heapq.heapreplace(heads, (priority, used.get(team, 0.0), number, team, position))
                 continue
             yield number
             line = self._lines[team]
             if position + 1 < len(line):
-                place = line[position + 1]
-                heapq.heapreplace(heads, (place[0], used.get(team, 0.0), place[1], team, position + 1))
+                next_place = line[position + 1]
+                heapq.heapreplace(heads, (next_place[0], used.get(team, 0.0), next_place[1], team, position + 1))
             else:
                 heapq.heappop(heads)
 
 
 class TeamUse:
-    """What each team uses now, and used, with a half-life, over its weight."""
+    """The current and past use of each team over its weight; past use decays with a half-life."""
 
     def __init__(self, weights: Mapping[str, float], half_life_h: float) -> None:
         self._weights, self._half_life_s = weights, half_life_h * HOUR_S
-        self.running: dict[str, int] = {}  # nodes that each team has now
+        self.running: dict[str, int] = {}  # nodes that each team uses now
         self._past: dict[str, float] = {}  # decayed node-seconds
         self._at = 0.0
         self.shares: dict[str, float] = {}
@@ -81,19 +82,19 @@ class TeamUse:
         if passed <= 0:
             return
         self._at = now
-        kept = 0.5 ** (passed / self._half_life_s) if self._half_life_s else 0.0
+        decay = 0.5 ** (passed / self._half_life_s) if self._half_life_s else 0.0
         for team in self.running.keys() | self._past.keys():
             fresh = self.running.get(team, 0) * passed if self._half_life_s else 0.0
-            self._past[team] = self._past.get(team, 0.0) * kept + fresh
+            self._past[team] = self._past.get(team, 0.0) * decay + fresh
             self._set_share(team)
 
     def change(self, team: str, nodes: int) -> None:
-        """A job of a team starts (so many nodes) or ends (minus so many)."""
+        """Add the nodes of a team's job that starts; negative `nodes` for a job that ends."""
         self.running[team] = self.running.get(team, 0) + nodes
         self._set_share(team)
 
     def _set_share(self, team: str) -> None:
-        # Without a half-life only what runs counts; with it, what runs counts as if for an hour, so that many jobs
-        # that are started in the same moment do not all go to one team.
+        # Without a half-life only current use counts. With it, current use counts like one hour, so that many jobs
+        # that start at the same moment do not all belong to one team.
         now = self.running.get(team, 0) * HOUR_S
         self.shares[team] = (self._past.get(team, 0.0) + now) / self._weights.get(team, 1.0)

@@ -1,1 +1,1 @@
-"""One step of a plan on a fabric, as a timeline."""
+"""Simulate one step of a plan on a fabric, as a timeline."""

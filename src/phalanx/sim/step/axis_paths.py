@@ -1,7 +1,7 @@
-"""What a fabric gives each axis of a plan: the share of line rate its slowest flow gets, and switches on the way.
+"""The network path of each axis of a plan: the share of line rate of its slowest flow, and switches on the way.
 
-Ranks are NICs in rank order. An axis whose group spans several fast domains sends from every NIC to the same place in
-the group's next domain (a ring per place, as NCCL lays its channels); all groups of the axis do so at once.
+Ranks are NICs in rank order. An axis whose group spans several fast domains sends from every NIC to the same position
+in the group's next domain (a ring per position, like NCCL's channels); all groups of the axis do so at once.
 """
 
 from __future__ import annotations
@@ -24,41 +24,43 @@ from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import make_flows
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
-SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
-HASHED_QPS = 16  # QPs per connection of the conventional fabric the paper compares with (section 5.2.7)
-# Sub-flows of one solution: about 5 s and 0.5 GB. Larger jobs get fewer paths per flow, which makes the slowest flow
-# look slower than it is.
+# Entropy values per connection, over all planes (arXiv:2605.04333 section 2.1).
+SPRAYED_PATHS = 256
+# QPs per connection of the conventional fabric the paper compares with (section 5.2.7).
+HASHED_QPS = 16
+# Sub-flows of one solution: about 5 s and 0.5 GB. Larger jobs get fewer paths per flow, which underestimates the rate
+# of the slowest flow.
 MOST_ROWS = 4_200_000
-# Switches between neighbours that the planner's latency per network step stands for: the published runs it was fitted
-# on have two and three tiers. An assumption; it moves a step of a ring by (hops - 3) times 0.73 µs.
+# Switches between neighbours that the planner's latency per network step assumes: the published runs it was fitted on
+# have two and three tiers. An assumption; it moves a step of a ring by (hops - 3) times 0.73 µs.
 PLANNED_HOPS = 3
-FIRST_T0 = 0  # what breaks is always under, or is, the first T0
+FIRST_T0 = 0  # every failure is of the first T0, or below it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathTransport:
-    """Who chooses paths: senders that spray packets and leave dead paths, or a hash per QP that switches redo."""
+    """The choice of paths: senders that spray packets and leave dead paths, or a hash per QP that switches redo."""
 
     edge: bool = True
     broken: BrokenParts = NOTHING
-    every_plane: bool = False  # what is broken is so in all planes, not in one
+    every_plane: bool = False  # the failure is in all planes, not in one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPath:
-    """How one axis fares on the fabric. `share` is of a NIC's line rate, of the slowest flow; 0 is cut off."""
+    """The traffic of one axis on the fabric. `share` is of a NIC's line rate, of the slowest flow; 0 is cut off."""
 
     axis: str
     share: float
     hops: int  # switches between the farthest neighbours
     flows: int
     crossing: int  # flows that leave their T0
-    touched: int  # flows that ran over what is broken
+    touched: int  # flows with a path over a failed part
     stalled: int  # flows without any working path
 
 
 def derived_fabric(devices: int, nic_bytes_per_s: float) -> Fabric:
-    """One switch that carries every NIC: what a cluster without a named fabric is taken for."""
+    """Return one switch that carries every NIC: the assumption for a cluster without a named fabric."""
     gbps = nic_bytes_per_s * 8 / 1e9
     switch = Switch(name="ideal", box="ideal", radix=devices, port_gbps=gbps, watts=0.0, usd=None)
     return Fabric(
@@ -79,7 +81,7 @@ def derived_fabric(devices: int, nic_bytes_per_s: float) -> Fabric:
 
 
 def check_size(fabric: Fabric, devices: int) -> None:
-    """Every device needs a NIC; raises UserError."""
+    """Raise UserError if the fabric has fewer NICs than devices."""
     if fabric.hosts < devices:
         raise mistake(
             f"fabric {fabric.name}",
@@ -89,7 +91,7 @@ def check_size(fabric: Fabric, devices: int) -> None:
 
 
 def used_axes(layout: Layout, *, experts: bool) -> tuple[str, ...]:
-    """Axes that carry traffic under a layout."""
+    """Return the axes that carry traffic under a layout."""
     sharers = ("data",) if layout.zero == 0 else ("shard", "replica")
     return ("tensor", "context", *sharers, "pipeline", *(("expert", "expert_data") if experts else ()))
 
@@ -97,27 +99,27 @@ def used_axes(layout: Layout, *, experts: bool) -> tuple[str, ...]:
 def axis_paths(
     fabric: Fabric, groups: Groups, axes: tuple[str, ...], devices: int, transport: PathTransport
 ) -> dict[str, AxisPath]:
-    """Every axis that leaves its fast domain."""
+    """Return the path of every axis that leaves its fast domain."""
     stride = _axis_strides(groups)
-    found = {}
+    paths = {}
     for axis in axes:
         group: Group = getattr(groups, axis)
         ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
         if ranks > 1 and crosses_network(group, axis):
             pairs = phase_pairs(axis, size=ranks, stride=stride[axis], inside=inside, ranks=devices)
-            found[axis] = _axis_path(fabric, axis, *pairs, transport)
-    return found
+            paths[axis] = _axis_path(fabric, axis, *pairs, transport)
+    return paths
 
 
 def crosses_network(group: Group, axis: str) -> bool:
-    """Whether an axis leaves the fast domain; of a pipeline, whether neighbours do."""
+    """Return True if an axis leaves the fast domain; for a pipeline, if neighbours are in different domains."""
     if axis == "pipeline":
         return bool(np.max(group.per_domain) <= 1)
     return bool(np.max(group.domains) > 1)
 
 
 def _axis_strides(groups: Groups) -> dict[str, int]:
-    """Ranks between neighbours of each axis, as plan.traffic.axis_groups places them."""
+    """Return the ranks between neighbours of each axis, as placed by plan.traffic.axis_groups."""
 
     def ranks(name: str) -> int:
         return int(np.max(getattr(groups, name).ranks))
@@ -136,13 +138,15 @@ def _axis_strides(groups: Groups) -> dict[str, int]:
 
 
 def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: PathTransport) -> AxisPath:
-    # Planes behave alike: one is solved, and a second time with what is broken in it.
+    """Solve the rates of an axis's flows in one plane, and describe the axis on the fabric."""
+    # Planes behave alike: one is solved, and a second time with the failure in it.
     plane = replace(fabric, planes=1, nic_gbps=fabric.port_gbps)
     links = links_of(plane)
     near, far = links.host_t0(source), links.host_t0(target)
-    # Under one T0 every NIC has one flow in and one out, so none is slowed: only what breaks there can touch it.
+    # Under one T0 every NIC has one flow in and one out, so none is slowed: only a failure there can affect it.
     counts = near != far
-    if counts.any() or not transport.broken.nothing:  # the same flows healthy and broken: they hash alike
+    # The same flows in both solutions, so that they hash alike.
+    if counts.any() or not transport.broken.nothing:
         counts |= (near == FIRST_T0) | (far == FIRST_T0)
     shares, touched = np.ones(1), 0
     if counts.any():
@@ -161,32 +165,33 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
 def _flow_shares(
     plane: Fabric, planes: int, source: Ints, target: Ints, transport: PathTransport
 ) -> tuple[Floats, int]:
-    """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
+    """Return the share of line rate of each flow, over all planes, and how many flows had a path over a failed part."""
     parts, routing = _plane_routing(len(source), planes, edge=transport.edge)
     traffic = make_flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
 
     def solved(broken: BrokenParts) -> Floats:
-        # A message in equal parts on hashed paths is there when its slowest part is.
+        # A message in equal parts on hashed paths arrives with its slowest part.
         rates = solve_rates(plane, traffic, routing=routing, broken=broken).share
         return np.asarray(parts * rates.reshape(-1, parts).min(axis=1))
 
-    whole = solved(NOTHING)
+    healthy = solved(NOTHING)
     if transport.broken.nothing:
-        return whole, 0
-    left = solved(transport.broken)
+        return healthy, 0
+    degraded = solved(transport.broken)
     links = links_of(plane)
-    lost = replace(transport.broken, left=0.0)  # a part that only loses packets touches as many
+    # As if dead, since a part that only loses packets affects as many flows.
+    lost = replace(transport.broken, left=0.0)
     before = route_flows(links, traffic, replace(routing, recovery="none"), working(links, lost))
     touched = len(np.unique(before.flow[before.cut] // parts))
-    # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it, as on
-    # InfiniBand, where switches spray inside a plane.
-    others = 0 if transport.every_plane else planes - 1
-    mixed = (others * whole + left) / (others + 1)
-    return (mixed if transport.edge and can_spray(plane) else np.minimum(whole, left)), touched
+    # Senders at the edge leave a plane as far as they must. A QP stays on its port, and the message waits for it, as
+    # on InfiniBand, where switches spray inside a plane.
+    healthy_planes = 0 if transport.every_plane else planes - 1
+    mixed = (healthy_planes * healthy + degraded) / (healthy_planes + 1)
+    return (mixed if transport.edge and can_spray(plane) else np.minimum(healthy, degraded)), touched
 
 
 def _plane_routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
-    """(parts of a message that are hashed each for itself, how each is routed), in one plane."""
+    """Return (parts of a message with separate hashes, routing of each part), in one plane."""
     most = max(MOST_ROWS // count, 1)
     if edge:
         return 1, Routing(spread="adaptive", paths=min(max(SPRAYED_PATHS // planes, 1), most), recovery="edge")
@@ -194,9 +199,10 @@ def _plane_routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing
 
 
 def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic: float) -> Groups:
-    """The plan's communicators with the fabric's rates and latencies; `nic` is the share a collective's ends reach.
+    """Return the plan's communicators with the fabric's rates and latencies.
 
-    A stalled axis keeps a rate, for its step is never run.
+    `nic` is the share of the NIC's rate that a collective reaches. A stalled axis keeps a rate, as its step is never
+    run.
     """
     line_bytes_per_s = fabric.nic_gbps * 1e9 / 8.0 * nic
 
@@ -208,8 +214,8 @@ def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic
         latency_s = group.nic_latency_s + (path.hops - PLANNED_HOPS) * fabric.hop_s
         return replace(
             group,
-            # A ring of keys and values moves at the pace of its slowest hop, and one hop leaves the domain. The planner
-            # prices the hops inside.
+            # A ring of keys and values moves at the pace of its slowest hop, and one hop leaves the domain. The
+            # planner models the hops inside.
             per_domain=np.ones_like(group.ranks) if axis == "context" else group.per_domain,
             nic_bytes_per_s=np.full_like(group.ranks, line_bytes_per_s * (path.share or 1.0)),
             nic_latency_s=np.maximum(latency_s, fabric.hop_s),

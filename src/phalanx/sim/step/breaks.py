@@ -1,4 +1,4 @@
-"""The same step with one part of the fabric broken: a conventional fabric (PFC off) against recovery at the edge."""
+"""Simulate a step with one broken part of the fabric: a conventional fabric (PFC off) against recovery at the edge."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PARTS = {
     "transceiver": "a NIC's transceiver",
     "grey": "a T0-T1 link that loses packets",
 }
-# Seconds until the part is back, where nobody says: of links, those that come back by themselves. Grey: until somebody
-# looks, a choice of ours.
+# Seconds until the part is back, by default; for links, those that come back by themselves. Grey: until an operator
+# looks at it, our assumption.
 OUTAGE_S = {
     "link": FLAP_S,
     "t1": T1_BACK_S,
@@ -43,10 +43,10 @@ OUTAGE_S = {
     "grey": 3600.0,
 }
 GREY_LOSS = 0.01  # of the packets, as the paper injects (section 5.2.7)
-# There and back between hosts under different T0s: twice 6.54 µs (arXiv:2605.04333 section 5.2.1).
+# Round trip between hosts under different T0s: twice 6.54 µs (arXiv:2605.04333 section 5.2.1).
 ROUND_TRIP_S = 2 * 6.54e-6
 PACKET_BITS = 4096 * 8
-# A QP that loses the last packet of a burst hears nothing and waits: 4.096 µs * 2^20 (NCCL's IbTimeout of 20).
+# A QP that loses the last packet of a burst gets no report and waits: 4.096 µs * 2^20 (NCCL's IbTimeout of 20).
 ACK_TIMEOUT_S = 4.096e-6 * 2**20
 MINUTE_S = 60.0
 NEVER = float("inf")
@@ -54,22 +54,27 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aftermath:
-    """What a failure does under one way of recovering. Infinite steps never end: the job restarts."""
+    """The effect of a failure with one kind of recovery. Infinite steps never end: the job restarts."""
 
-    recovery: str  # "conventional", "edge", or "SHIELD": what InfiniBand has in place of it
+    # "conventional", "edge", or "SHIELD", InfiniBand's substitute for recovery at the edge.
+    recovery: str
     healthy_s: float
-    during_s: float  # the step in which it breaks
-    after_s: float  # later steps, until it is mended
-    outage_s: float  # until it is mended
-    stall_s: float  # nothing moves: until other paths carry on, or until the part is back
-    minute: float  # training done in the minute that begins with the failure, as a share of a healthy one
+    during_s: float  # the step in which the part fails
+    after_s: float  # later steps, until the part is repaired
+    outage_s: float  # until the part is repaired
+    # Time without traffic, until it uses other paths or the part is back.
+    stall_s: float
+    # Training done in the minute that begins with the failure, as a share of a healthy one.
+    minute: float
     flows: int  # of all axes
-    touched: int  # of them, those that ran over what broke
-    stalled: int  # of them, those that are left without any path
-    share_before: float  # of line rate, slowest flow
-    share: float  # the same afterwards, which the later steps are priced by
-    timeouts_s: float  # of a later step: waits for acknowledgements that were lost
-    restart_s: float  # lost when the job has to restart, beside the work since the last checkpoint; 0 when it goes on
+    touched: int  # flows with a path over the failed part
+    stalled: int  # flows without any remaining path
+    share_before: float  # of the slowest flow, as a share of line rate
+    # The slowest flow's share after the failure, from which the later steps are computed.
+    share: float
+    timeouts_s: float  # per later step: waits for acknowledgements that were lost
+    # Lost when the job has to restart, with the work since the last checkpoint; 0 when it continues.
+    restart_s: float
 
 
 def failure_aftermath(
@@ -81,23 +86,27 @@ def failure_aftermath(
     outage_s: float | None = None,
     healthy: SimulatedStep | None = None,
 ) -> Aftermath:
-    """One failure of the first part of its kind; `healthy` is the step without it, where that is known."""
-    senders = edge and can_spray(fabric)  # who leave what is lost
+    """Simulate a failure of the first part of its kind; `healthy` is the step without it, if it is known."""
+    senders = edge and can_spray(fabric)  # senders leave failed paths and ports
     lost = broken_parts(fabric, kind, edge=senders)
     healthy = healthy or step_report(plan, fabric, PathTransport(edge=edge))
-    hit = step_report(plan, fabric, PathTransport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
-    touched = sum(path.touched for path in hit.paths)
+    broken_step = step_report(plan, fabric, PathTransport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
+    touched = sum(path.touched for path in broken_step.paths)
     away_s = OUTAGE_S[kind] if outage_s is None else outage_s
     still_s = 0.0
     if touched:
-        # Of what has no other path: until the part is back and known to be.
-        still_s = (away_s + (REMAP_S if senders else CONVERGE_S)) if hit.stalled else _bypass_s(fabric, kind, edge=edge)
-    stops = hit.stalled and still_s > GIVE_UP_S
-    # Whoever waits until the part is back goes on as before.
-    after_s = healthy.step_s if hit.stalled else hit.step_s
-    timeouts_s = _timeouts_s(plan, hit) if kind == "grey" and not senders else 0.0
+        # Without another path, until the part is back and known to be.
+        still_s = (
+            (away_s + (REMAP_S if senders else CONVERGE_S))
+            if broken_step.stalled
+            else _bypass_s(fabric, kind, edge=edge)
+        )
+    stops = broken_step.stalled and still_s > GIVE_UP_S
+    # A job that waits until the part is back continues as before.
+    after_s = healthy.step_s if broken_step.stalled else broken_step.step_s
+    timeouts_s = _timeouts_s(plan, broken_step) if kind == "grey" and not senders else 0.0
     after_s += timeouts_s
-    slow_s = 0.0 if hit.stalled else max(0.0, min(away_s, MINUTE_S) - still_s)
+    slow_s = 0.0 if broken_step.stalled else max(0.0, min(away_s, MINUTE_S) - still_s)
     return Aftermath(
         recovery="edge" if senders else "SHIELD" if edge else "conventional",
         healthy_s=healthy.step_s,
@@ -106,29 +115,29 @@ def failure_aftermath(
         outage_s=away_s,
         stall_s=NEVER if stops else still_s,
         minute=minute_share(plan.reliability.lost_s if stops else still_s, slow_s, pace=healthy.step_s / after_s),
-        flows=sum(path.flows for path in hit.paths),
+        flows=sum(path.flows for path in broken_step.paths),
         touched=touched,
-        stalled=sum(path.stalled for path in hit.paths),
+        stalled=sum(path.stalled for path in broken_step.paths),
         share_before=healthy.slowest_share,
-        share=hit.slowest_share,
+        share=broken_step.slowest_share,
         timeouts_s=timeouts_s,
         restart_s=plan.reliability.lost_s if stops else 0.0,
     )
 
 
 def minute_share(still_s: float, slow_s: float, *, pace: float) -> float:
-    """Training of a minute with so many seconds of standing still and so many at a slower pace.
+    """Return the share of a minute's training that is done with some seconds stalled and some at a slower pace.
 
     >>> minute_share(15.0, 0.0, pace=1.0), minute_share(0.0, 60.0, pace=0.5)
     (0.75, 0.5)
     """
-    left_s = max(0.0, MINUTE_S - still_s)
-    slow_s = min(slow_s, left_s)
-    return (left_s - slow_s * (1.0 - pace)) / MINUTE_S
+    moving_s = max(0.0, MINUTE_S - still_s)
+    slow_s = min(slow_s, moving_s)
+    return (moving_s - slow_s * (1.0 - pace)) / MINUTE_S
 
 
 def broken_parts(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts:
-    """The first part of a kind, in the first plane; raises UserError where the fabric has none."""
+    """Return the first part of a kind, in the first plane; raises UserError where the fabric has none."""
     if kind in ("link", "t1", "grey") and fabric.tiers < 2:
         raise mistake(
             "phalanx sim --break",
@@ -142,15 +151,16 @@ def broken_parts(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts
         "t0": BrokenParts(t0=((0, 0),)),
         "nic": BrokenParts(nics=((0, 0),)),
         "transceiver": BrokenParts(nics=((0, 0),)),
-        # A sender at the edge leaves a path at its first loss. A switch sees a link that is up, and nobody leaves it.
+        # A sender at the edge leaves a path at its first loss. A switch sees a link that is up, so its traffic stays
+        # there.
         "grey": BrokenParts(uplinks=uplink, left=0.0 if edge else go_back_n(GREY_LOSS, fabric.port_gbps)),
     }[kind]
 
 
 def go_back_n(loss: float, gbps: float) -> float:
-    """Goodput of a QP that sends everything under way again for each packet lost: 1 / (1 + p W), W packets a trip.
+    """Return the goodput of a QP that resends all packets in flight for each lost one: 1 / (1 + p W), W packets a trip.
 
-    Timeouts come on top, and are the worse part (the paper calls RoCE unusable at 1 %).
+    Timeouts are not included, and are the worse part (the paper calls RoCE unusable at 1 %).
 
     >>> round(go_back_n(0.01, 100), 2), round(go_back_n(0.01, 400), 2)
     (0.71, 0.39)
@@ -159,13 +169,16 @@ def go_back_n(loss: float, gbps: float) -> float:
 
 
 def _timeouts_s(plan: Plan, hit: SimulatedStep) -> float:
-    """Expected wait for acknowledgements of one lossy connection in a step: at least, for others may be hit too."""
+    """Return the expected wait per step for the acknowledgements of one lossy connection.
+
+    It is a lower bound, as other connections may be affected too.
+    """
     counts = (quiet_moments(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
     return GREY_LOSS * ACK_TIMEOUT_S * max(counts, default=0.0)
 
 
 def quiet_moments(layout: Layout, layers: int, axis: str) -> float:
-    """How often in a step a connection of an axis goes quiet: then nothing behind a lost packet tells of it."""
+    """Return how often per step a connection of an axis goes idle; then no later packet reveals a lost one."""
     passes = layers / layout.pipeline * layout.accumulation
     if axis == "pipeline":
         return 2 * layout.virtual_pipeline * layout.accumulation
@@ -177,9 +190,10 @@ def quiet_moments(layout: Layout, layers: int, axis: str) -> float:
 
 
 def _bypass_s(fabric: Fabric, kind: str, *, edge: bool) -> float:
-    """Until other paths carry on."""
+    """Return the seconds until traffic uses other paths."""
     if kind == "grey" and not (edge and can_spray(fabric)):
-        return 0.0  # nothing is noticed
+        # The switches do not notice the loss.
+        return 0.0
     if not edge:
         return CONVERGE_S
     return REMAP_S if kind in ("nic", "t0") else stall_s(fabric, EDGE_RECOVERY_S)

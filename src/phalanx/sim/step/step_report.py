@@ -1,7 +1,7 @@
-"""A step on a fabric beside the plan's prediction, with the difference in two parts: order and network.
+"""A step on a fabric compared with the plan's prediction, with the difference in two parts: order and network.
 
-The timeline is run twice: with the plan's own rates, which shows what the order of events changes, and with the
-fabric's, which adds what the network changes. Plan, order and network add up to the step, line by line.
+The timeline is run twice: with the plan's own rates, which shows the effect of the order of events, and with the
+fabric's, which adds the effect of the network. Plan, order and network add up to the step, line by line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.units import plural
 COMPUTE = "compute_s"
 TRAFFIC = ("tensor_s", "context_s", "expert_s", "pipeline_send_s", "shard_s", "gradient_s")
 LINES = (COMPUTE, *TRAFFIC, BUBBLE, "optimizer_s", "overhead_s")
-# part of the step -> axes whose traffic it is, the first that is in use counts
+# Part of the step -> axes of its traffic, of which the first in use counts.
 AXES_OF = {
     "tensor_s": ("tensor",),
     "context_s": ("context",),
@@ -56,36 +56,38 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedStep:
-    """A simulated step."""
+    """A simulated step, with its comparison with the plan."""
 
     job: str
     layout: str
     devices: int
     layers: int
     fabric: Fabric
-    derived: bool  # from the cluster, for want of a named fabric
-    edge: bool  # packets sprayed by senders; otherwise QPs hashed by switches
+    derived: bool  # derived from the cluster, as no fabric was named
+    edge: bool  # True: senders spray packets; False: switches hash QPs
     step_s: float
     plan_step_s: float
     stage: int
     stages: int
     lines: tuple[Line, ...]
     paths: tuple[AxisPath, ...]
-    stalled: bool  # some flow has no path: the step never ends, and its times are those of the others
+    # True if a flow has no path: the step never ends, and its times are those of the other flows.
+    stalled: bool
     timeline: Timeline = field(repr=False)
 
     @property
     def slowest_share(self) -> float:
-        """Of line rate, over all axes."""
+        """The share of line rate of the slowest flow, over all axes."""
         return min((path.share for path in self.paths), default=1.0)
 
 
 def step_report(plan: Plan, fabric: Fabric | None, transport: PathTransport | None = None) -> SimulatedStep:
-    """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
+    """Simulate the plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
     return _simulated_step(ask_plan(plan), fabric, transport or PathTransport())
 
 
 def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
+    """Run the timeline with the plan's rates and with the fabric's, and compare both with the plan."""
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
@@ -93,8 +95,8 @@ def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransp
     axes = used_axes(plan.layout, experts=q.request.model.is_moe)
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
     groups = on_fabric(q.groups, paths, fabric, nic=single_value(q.request.physics.nic))
-    planned, here = plan_work(q, q.groups), plan_work(q, groups)
-    ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
+    planned, work = plan_work(q, q.groups), plan_work(q, groups)
+    ordered, timeline = simulate_timeline(planned), simulate_timeline(work)
     return SimulatedStep(
         job=plan.job.name,
         layout=plan.layout.name,
@@ -107,7 +109,7 @@ def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransp
         plan_step_s=plan.prediction.step_s,
         stage=timeline.busiest,
         stages=plan.layout.pipeline,
-        lines=_report_lines(q, here, groups, paths, ordered, timeline),
+        lines=_report_lines(q, work, groups, paths, ordered, timeline),
         paths=tuple(paths.values()),
         stalled=any(path.stalled for path in paths.values()),
         timeline=timeline,
@@ -117,11 +119,12 @@ def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransp
 def _report_lines(
     q: StepQuestion, here: StepWork, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
+    """Return the lines of the busiest stage, each split into plan, order and network."""
     stage = timeline.busiest
-    # The plan's seconds of each line; all compute is one.
-    parts = q.plan.prediction.breakdown_s
-    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
-    planned = {part: compute if part == COMPUTE else parts[part] for part in LINES}
+    # The plan's seconds of each line; all compute is one line.
+    breakdown = q.plan.prediction.breakdown_s
+    compute = sum(breakdown[name] for name in (*COMPUTE_PARTS, "head_s"))
+    planned = {part: compute if part == COMPUTE else breakdown[part] for part in LINES}
     lines = []
     for part in LINES:
         exposed, wire = timeline.device_s[stage].get(part, 0.0), timeline.wire_s[stage].get(part, 0.0)
@@ -144,7 +147,7 @@ def _report_lines(
 
 
 def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
-    """What the simulation does otherwise than the plan on this line."""
+    """Explain how the simulation differs from the plan on this line."""
     if part in (COMPUTE, "optimizer_s", "overhead_s"):
         return "the plan's own seconds"
     network = _network_text(q, groups, paths, part)
@@ -159,7 +162,7 @@ def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], 
 
 
 def _why_waiting(here: StepWork) -> str:
-    """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
+    """Explain why stages wait for each other differently from the plan's formula of equal stages."""
     least, most = min(here.layers), max(here.layers)
     layers = plural(most, "layer") if least == most else f"{least} to {most} layers"
     each_s = here.forward.compute_s + here.backward.compute_s
@@ -177,9 +180,9 @@ def _network_text(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], p
     if axis is None:
         return "inside a fast domain: no network"
     path = paths[axis]
-    planned, here = getattr(q.groups, axis), getattr(groups, axis)
+    planned, simulated = getattr(q.groups, axis), getattr(groups, axis)
     rate = "nic_bytes_per_s" if part in ("pipeline_send_s", "context_s") else "network_bytes_per_s"
-    in_plan, on_fabric = (single_value(getattr(one, rate)) / 1e9 for one in (planned, here))
+    in_plan, on_fabric = (single_value(getattr(group, rate)) / 1e9 for group in (planned, simulated))
     return (
         f"{in_plan:.3g} GB/s per NIC in the plan, {on_fabric:.3g} here: "
         f"slowest flow at {path.share:.2f} of line rate, {plural(path.hops, 'switch')}"

@@ -1,4 +1,7 @@
-"""The timeline in letters: a line per stage, a column per slice of the step, the letter of what took most of it."""
+"""Text of a simulated step: the table of differences, and the timeline in letters.
+
+The timeline has a line per stage and a column per slice of the step, with the letter of the longest activity in it.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,32 @@ from phalanx.sim.step.step_timeline import BUBBLE, DEVICE, Span, Timeline
 from phalanx.units import format_seconds, plural
 
 COLUMNS = 72
-MOST_STAGES = 8  # lines; of more stages, some from first to last
+MOST_STAGES = 8  # lines; with more stages, some of them from first to last
 LEGEND = "F forward, B backward, x both, W weight gradients, c exposed communication, . bubble, o optimizer and host"
-BOTH = 0.2  # of a column, from which forward beside backward is told
+# Share of a column above which forward next to backward is shown as x.
+BOTH = 0.2
 
 
 def timeline_picture(timeline: Timeline) -> list[str]:
-    """Lines of a fixed width, with the legend last."""
+    """Draw the timeline in lines of a fixed width, with the legend last."""
     shown = drawn_stages(len(timeline.device_s))
-    taken: dict[int, list[dict[str, float]]] = {stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown}
+    columns: dict[int, list[dict[str, float]]] = {
+        stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown
+    }
     for span in timeline.spans:
-        if span.track == DEVICE and span.stage in taken:
+        if span.track == DEVICE and span.stage in columns:
             column_s = timeline.step_s / COLUMNS
             first, last = (min(int(at_s / column_s), COLUMNS - 1) for at_s in (span.start_s, span.end_s))
             for index in range(first, last + 1):
                 inside_s = min(span.end_s, (index + 1) * column_s) - max(span.start_s, index * column_s)
-                taken[span.stage][index][_span_letter(span)] += inside_s
+                columns[span.stage][index][_span_letter(span)] += inside_s
     width = len(str(shown[-1]))
-    lines = [f"stage {stage:{width}}  {''.join(map(_main_letter, taken[stage]))}" for stage in shown]
+    lines = [f"stage {stage:{width}}  {''.join(map(_main_letter, columns[stage]))}" for stage in shown]
     return [*lines, LEGEND]
 
 
 def drawn_stages(stages: int) -> list[int]:
-    """Stages to draw: all, or evenly chosen ones with the first and the last.
+    """Return the stages to draw: all, or evenly chosen ones with the first and the last.
 
     >>> drawn_stages(3), drawn_stages(16)
     ([0, 1, 2], [0, 2, 4, 6, 9, 11, 13, 15])
@@ -48,7 +54,8 @@ def drawn_stages(stages: int) -> list[int]:
 
 def _span_letter(span: Span) -> str:
     if span.part == "compute_s":
-        return span.name[0] if span.name[0] in "FBW" else "B"  # the head, between forward and backward
+        # The head runs between forward and backward.
+        return span.name[0] if span.name[0] in "FBW" else "B"
     if span.part == BUBBLE:
         return "."
     return "o" if span.part in ("optimizer_s", "overhead_s") else "c"
@@ -60,19 +67,19 @@ def _main_letter(column: dict[str, float]) -> str:
     return max(column, key=lambda letter: column[letter], default=" ")
 
 
-# A simulated step as a person reads it.
+# The text of a simulated step.
 
 
-NOTHING = 5e-4  # of the step: smaller differences are not explained
+NOTHING = 5e-4  # share of the step below which differences are not explained
 
 
 def step_text(report: SimulatedStep) -> str:
-    """The step, where its time goes beside the plan, and why the two differ."""
-    apart = report.step_s / report.plan_step_s - 1.0
-    parts = [
+    """Format the step, its table compared with the plan, and the reasons for the differences."""
+    difference = report.step_s / report.plan_step_s - 1.0
+    lines = [
         f"{report.job}: {report.layout} on {plural(report.devices, 'device')}",
         f"  step      {format_seconds(report.step_s)}; the plan predicts {format_seconds(report.plan_step_s)} "
-        f"({apart:+.1%})",
+        f"({difference:+.1%})",
         f"  fabric    {_fabric_text(report)}",
         f"  busiest   stage {report.stage} of {report.stages}",
         "",
@@ -85,7 +92,7 @@ def step_text(report: SimulatedStep) -> str:
         "WHY IT DIFFERS FROM THE PLAN",
         *_reason_lines(report),
     ]
-    return "\n".join(parts)
+    return "\n".join(lines)
 
 
 def _fabric_text(report: SimulatedStep) -> str:
@@ -100,7 +107,7 @@ def _fabric_text(report: SimulatedStep) -> str:
 
 
 def _table_unit(report: SimulatedStep) -> tuple[str, float]:
-    """Name and size of the unit of the table."""
+    """Return the name and size of the table's unit."""
     return ("seconds", 1.0) if report.step_s >= 1.0 else ("milliseconds", 1e-3)
 
 
@@ -110,7 +117,7 @@ def _table_lines(report: SimulatedStep) -> list[str]:
     rows += [_table_row(line, unit_s) for line in report.lines]
     changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
     shown = (_number_text(report.step_s / unit_s), _number_text(report.plan_step_s / unit_s))
-    rows.append(("step", "", "", *shown, *(_change_text(one / unit_s) for one in changes)))
+    rows.append(("step", "", "", *shown, *(_change_text(change / unit_s) for change in changes)))
     return [f"  {line}" for line in text_table(rows, right=range(1, 7))]
 
 
@@ -148,21 +155,25 @@ def _moves_text(line: Line, least_s: float) -> str:
 
 
 def break_text(kind: str, found: Sequence[Aftermath]) -> str:
-    """A failure under both ways of recovering, side by side."""
-    rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
-    rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
-    rows.append(("stalled for", *(_seconds_or_stop(one.stall_s) if one.stall_s else "-" for one in found)))
-    rows.append(("step during the failure", *(_seconds_or_stop(one.during_s) for one in found)))
-    rows.append(("steps after", *(_seconds_or_stop(one.after_s) for one in found)))
-    rows.append(("throughput in that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
-    rows.append(("connections affected", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
-    rows.append(("without a path", *(f"{one.stalled:,}" for one in found)))
-    rows.append(("slowest flow before (share of line rate)", *(f"{one.share_before:.2f}" for one in found)))
-    rows.append(("slowest flow after", *(f"{one.share:.2f}" for one in found)))
-    if any(one.timeouts_s for one in found):
-        waits = (format_seconds(one.timeouts_s) if one.timeouts_s else "-" for one in found)
+    """Format a failure with both kinds of recovery, side by side."""
+    rows: list[tuple[str, ...]] = [("", *(aftermath.recovery for aftermath in found))]
+    rows.append(("step before", *(format_seconds(aftermath.healthy_s) for aftermath in found)))
+    rows.append(
+        ("stalled for", *(_seconds_or_stop(aftermath.stall_s) if aftermath.stall_s else "-" for aftermath in found))
+    )
+    rows.append(("step during the failure", *(_seconds_or_stop(aftermath.during_s) for aftermath in found)))
+    rows.append(("steps after", *(_seconds_or_stop(aftermath.after_s) for aftermath in found)))
+    rows.append(("throughput in that minute", *(f"{aftermath.minute - 1:+.1%}" for aftermath in found)))
+    rows.append(("connections affected", *(f"{aftermath.touched:,} of {aftermath.flows:,}" for aftermath in found)))
+    rows.append(("without a path", *(f"{aftermath.stalled:,}" for aftermath in found)))
+    rows.append(("slowest flow before (share of line rate)", *(f"{aftermath.share_before:.2f}" for aftermath in found)))
+    rows.append(("slowest flow after", *(f"{aftermath.share:.2f}" for aftermath in found)))
+    if any(aftermath.timeouts_s for aftermath in found):
+        waits = (format_seconds(aftermath.timeouts_s) if aftermath.timeouts_s else "-" for aftermath in found)
         rows.append(("waiting for lost ACKs, per step", *waits))
-    rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
+    rows.append(
+        ("restart", *(format_seconds(aftermath.restart_s) if aftermath.restart_s else "-" for aftermath in found))
+    )
     columns = range(1, len(found) + 1)
     title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
     if kind == "grey":

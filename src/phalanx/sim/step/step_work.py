@@ -1,4 +1,7 @@
-"""A plan as its cost model sees it, asked again for what a Plan does not keep."""
+"""The work of a step for every stage, from a plan and its cost model.
+
+The cost model is evaluated again for values that a Plan does not store.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from phalanx.sim.step.axis_paths import crosses_network
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepQuestion:
-    """One row of cases, the prediction without a calibration, and where the planner places each axis."""
+    """A plan with its cost-model inputs, its uncalibrated prediction, and the groups of each axis."""
 
     plan: Plan
     request: PlanRequest
@@ -32,13 +35,13 @@ class StepQuestion:
     groups: traffic.Groups
 
     def pace(self, part: str) -> float:
-        """The plan's seconds of a part over those of the bare model: its calibration, or 1."""
+        """Return the plan's seconds of a part over those of the uncalibrated model: its calibration factor, or 1."""
         modelled = single_value(getattr(self.times, part))
         return self.plan.prediction.breakdown_s[part] / modelled if modelled > 0 else 1.0
 
 
 def ask_plan(plan: Plan) -> StepQuestion:
-    """The plan's own cost model."""
+    """Evaluate the plan's own cost model."""
     request, _ = request_from_job(plan.job, plan.cluster)
     cases, times, _ = price_layouts(request, [plan.layout])
     groups = traffic.axis_groups(cases, request.physics, request.profile)
@@ -46,7 +49,7 @@ def ask_plan(plan: Plan) -> StepQuestion:
 
 
 def single_value(value: Floats | float) -> float:
-    """The single element of a column."""
+    """Return the single element of a column."""
     return float(np.max(value))
 
 
@@ -55,7 +58,7 @@ def single_value(value: Floats | float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inner:
-    """Traffic inside a pass through one layer: time on the wire, and the part the device waits for in any case."""
+    """Traffic inside a pass through one layer: time on the wire, and the part for which the device always waits."""
 
     part: str
     tier: str  # "link" or "nic"
@@ -65,21 +68,21 @@ class Inner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """Traffic of a stage that keeps data ranks equal."""
+    """Traffic of a stage that keeps its data ranks equal."""
 
     tier: str
     reduce_s: float  # gradients, after the last micro-batch
-    again_s: float  # and after every other one (ZeRO-2); 0 without
-    after_s: float  # work on them that nothing hides (PowerSGD's factors)
+    again_s: float  # gradients after every other micro-batch (ZeRO-2); 0 without
+    after_s: float  # work on gradients that is never hidden (PowerSGD's factors)
     gather_s: float  # updated parameters, once
-    overlap: float  # share of a reduction that may run behind backward
-    gather_overlap: float  # share of the gather that may run behind forward
+    overlap: float  # share of a reduction that may overlap backward
+    gather_overlap: float  # share of the gather that may overlap forward
     layer_gather_s: float  # ZeRO-3: one layer's parameters, for forward and again for backward
     layer_scatter_s: float  # ZeRO-3: one layer's gradients
 
 
 def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
-    """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
+    """Return the traffic (forward, backward) of one layer and micro-batch; full recompute repeats that of forward."""
     c, f = q.cases, q.request.profile
     tensor, expert = single_value(traffic.tensor_seconds(c, g, f)), single_value(traffic.expert_seconds(c, g, f))
     context = single_value(traffic.context_seconds(c, q.request.physics, g, done.attention.forward))
@@ -89,15 +92,18 @@ def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tu
         "context_s": _ring_seconds(q, g),
         "expert_s": expert / single_value(f.expert_exposed),
     }
-    again = single_value(q.cases.recompute == 2)
-    passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}  # ring attention sends twice as much back
+    is_repeated = single_value(q.cases.recompute == 2)
+    # Ring attention sends twice as much in backward.
+    passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}
 
     def direction(times: dict[str, float]) -> tuple[Inner, ...]:
         return tuple(
             _inner_traffic(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0
         )
 
-    return direction(dict.fromkeys(shown, 1.0)), direction({part: count + again for part, count in passes.items()})
+    return direction(dict.fromkeys(shown, 1.0)), direction(
+        {part: count + is_repeated for part, count in passes.items()}
+    )
 
 
 def _inner_traffic(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
@@ -106,14 +112,14 @@ def _inner_traffic(q: StepQuestion, g: traffic.Groups, part: str, times: float, 
     return Inner(
         part=part,
         tier=_axis_tier(g, axis),
-        # Where a profile shows more than the bare wire (contention), the wire is as slow.
+        # Where a profile exposes more than the bare wire (contention), the wire is as slow.
         wire_s=scale * max(wire_s, shown_s),
         exposed_s=scale * shown_s,
     )
 
 
 def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
-    """Keys and values once round the context ring, all layers, with the kernels each hop starts."""
+    """Return the seconds of keys and values once round the context ring, all layers, with each hop's kernel starts."""
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
     hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
@@ -125,15 +131,15 @@ def _axis_tier(g: traffic.Groups, axis: str) -> str:
 
 
 def stage_sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
-    """Of the stage with most layers."""
+    """Return the sharing traffic of the stage with most layers."""
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     sync = traffic.gradient_traffic(c, g, held, f)
     pace = q.pace("gradient_s")
     gather_s, scatter_s = _layer_shard(q, g, held, layers)
-    alone = layout.data * layout.context == 1
+    single_rank = layout.data * layout.context == 1
     return Sharing(
         tier=_axis_tier(g, "data"),
-        reduce_s=0.0 if alone else single_value(sync.reduce) * pace,
+        reduce_s=0.0 if single_rank else single_value(sync.reduce) * pace,
         again_s=single_value(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
         after_s=single_value(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
         gather_s=single_value(sync.gather) * pace,
@@ -145,12 +151,15 @@ def stage_sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers:
 
 
 def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
-    """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
+    """Return (gather, scatter) seconds of one layer with ZeRO-3 and no pipeline, else zeros.
+
+    Gathers carry parameters, the scatter gradients.
+    """
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     if layout.zero < 3 or layout.pipeline > 1:
         return 0.0, 0.0
     total = single_value(traffic.shard_seconds(c, g, held, f)) / layers
-    # Parameters in host memory come and go with the same rhythm.
+    # Parameters in host memory are fetched and returned in the same rhythm.
     fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, held) * FETCHED_BYTES, 0.0)
     fetch_s = single_value(fetched / c.host_link_bytes_per_s) / layers
     size, gradient = single_value(element_bytes(c)), single_value(f.gradient_bytes)
@@ -158,20 +167,20 @@ def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: 
     return gather_s + fetch_s / 3.0, total - 2.0 * gather_s + fetch_s / 3.0
 
 
-# What every stage of a plan has to do in a step: seconds of compute from the plan, of traffic from the fabric.
-#
-# Compute is the plan's own (its breakdown per layer and micro-batch), so that what differs from the plan is the network
-# and the order of things. Traffic is the planner's arithmetic over groups that have the fabric's rates (`on_fabric`).
+# The work of every stage of a plan in a step: seconds of compute from the plan, of traffic from the fabric.
+# Compute is the plan's own (its breakdown per layer and micro-batch), so that differences from the plan come from the
+# network and the order of events. Traffic is the planner's arithmetic over groups with the fabric's rates
+# (`on_fabric`).
 
 
-# Parts of the plan's step that are work on the device, beside the head.
+# Parts of the plan's step that are work on the device, except the head.
 COMPUTE_PARTS = ("matmul_s", "attention_s", "elementwise_s", "recompute_s", "launch_s")
 LAYER_PARTS = (*COMPUTE_PARTS, "tensor_s", "context_s", "expert_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPass:
-    """One direction through one layer."""
+    """One direction through one layer: its compute and the traffic inside it."""
 
     compute_s: float
     inner: tuple[Inner, ...]
@@ -179,7 +188,7 @@ class LayerPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """A step. Passes are per layer; stage i holds `layers[i]` of them, the last one also the head."""
+    """The work of a step. Passes are per layer; stage i holds `layers[i]` of them, the last one also the head."""
 
     schedule: str
     layers: tuple[int, ...]
@@ -187,7 +196,7 @@ class StepWork:
     micros: int
     forward: LayerPass
     backward: LayerPass
-    weight_s: float  # the part of a layer's backward that may wait (zero-bubble)
+    weight_s: float  # the part of a layer's backward that may be postponed (zero-bubble)
     head_forward_s: float
     head_backward_s: float
     send_s: float
@@ -197,15 +206,15 @@ class StepWork:
     sharing: tuple[Sharing, ...]  # of each stage
     optimizer_s: float
     host_step_s: float
-    balanced: bool = True  # the last chunk holds fewer layers beside the head
+    balanced: bool = True  # the last chunk holds fewer layers because of the head
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """The number of pipeline stages."""
         return len(self.layers)
 
     def chunk_layers(self, stage: int, chunk: int) -> float:
-        """Layers of one chunk, not always whole; on the last stage, fewer beside the head so that all take as long."""
+        """Return the layers of one chunk, possibly a fraction; next to the head, the last chunk has fewer."""
         layers = self.layers[stage]
         even = layers / self.chunks
         if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:
@@ -217,14 +226,14 @@ class StepWork:
 
 
 def plan_work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
-    """The step of a plan with its traffic over `groups`."""
+    """Return the work of a plan's step with its traffic over `groups`."""
     c, f, layout = q.cases, q.request.profile, q.plan.layout
-    done = compute_seconds(c, q.request.physics, f)
-    layers = layers_on_stages(q, done)
-    inner = inner_traffic(q, groups, done)
-    forward_s, backward_s, weight_s = _layer_seconds(q, done)
+    compute = compute_seconds(c, q.request.physics, f)
+    layers = layers_on_stages(q, compute)
+    inner = inner_traffic(q, groups, compute)
+    forward_s, backward_s, weight_s = _layer_seconds(q, compute)
     host_micro_s, host_step_s = _host_seconds(q)
-    most = stage_sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
+    largest = stage_sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
     return StepWork(
         schedule=layout.schedule,
         layers=layers,
@@ -233,15 +242,15 @@ def plan_work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
         forward=LayerPass(compute_s=forward_s, inner=inner[0]),
         backward=LayerPass(compute_s=backward_s, inner=inner[1]),
         weight_s=weight_s if layout.schedule == "zero-bubble" and layout.pipeline > 1 else 0.0,
-        head_forward_s=single_value(done.head.forward) * q.pace("matmul_s"),
-        head_backward_s=single_value(done.head.backward) * q.pace("matmul_s"),
+        head_forward_s=single_value(compute.head.forward) * q.pace("matmul_s"),
+        head_backward_s=single_value(compute.head.backward) * q.pace("matmul_s"),
         send_s=single_value(traffic.send_seconds(c, groups)) * q.pace("pipeline_send_s")
         if layout.pipeline > 1
         else 0.0,
         send_exposed=min(single_value(f.pipeline_exposed), 1.0),
         send_tier="nic" if single_value(groups.pipeline.per_domain) <= 1 else "link",
         host_micro_s=host_micro_s,
-        sharing=tuple(_scaled_sharing(most, number / max(layers)) for number in layers),
+        sharing=tuple(_scaled_sharing(largest, number / max(layers)) for number in layers),
         optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
         host_step_s=host_step_s,
         balanced=bool(single_value(f.balanced_stages) > 0),
@@ -249,7 +258,7 @@ def plan_work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
 
 
 def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
-    """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
+    """Return the layers of each stage, as the plan splits them: the last may hold fewer because of the head."""
     times, total, balanced = q.times, q.request.model.layers, q.request.profile.balanced_stages
     per_layer = sum(single_value(getattr(times, part)) for part in LAYER_PARTS) / _layers_passed(q, done)
     head = single_value(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
@@ -261,9 +270,9 @@ def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
 
 
 def beside_the_head(most: int, last: int, head: float) -> int:
-    """Layers of the last stage: what the others leave over or, where that is less than it has time for, more.
+    """Return the layers of the last stage: those that other stages leave over, or more where it has time for more.
 
-    The plan asks only for the slowest stage, and a split that leaves the last one idle is as good to it.
+    The plan considers only the slowest stage, to which a split that leaves the last stage idle is as good.
 
     >>> beside_the_head(5, 0, 2.2), beside_the_head(8, 6, 1.4), beside_the_head(2, 0, 1.1)
     (2, 6, 0)
@@ -272,36 +281,37 @@ def beside_the_head(most: int, last: int, head: float) -> int:
 
 
 def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int, ...]:
-    """`last` layers on the last stage, the others filled in order with at most `most` and as evenly as they divide.
+    """Return `last` layers for the last stage; the others are as even as they divide, with at most `most` each.
 
     >>> spread_layers(126, 16, most=8, last=6), spread_layers(10, 8, most=2, last=0)
     ((8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 6), (2, 2, 2, 1, 1, 1, 1, 0))
     """
     if stages == 1:
         return (total,)
-    each, more = divmod(total - last, stages - 1)
-    assert each + (more > 0) <= most
-    return (*(each + (number < more) for number in range(stages - 1)), last)
+    base, remainder = divmod(total - last, stages - 1)
+    assert base + (remainder > 0) <= most
+    return (*(base + (number < remainder) for number in range(stages - 1)), last)
 
 
 def _layers_passed(q: StepQuestion, done: Compute) -> float:
-    """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
+    """Return the layers that the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
     passed = (
         single_value(q.times.matmul_s)
         / single_value(done.matmul.forward + done.matmul.backward)
         * q.request.model.layers
     )
-    return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
+    # The last stage may hold only the head.
+    return passed if passed > 0 else float(q.plan.layout.accumulation)
 
 
 def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]:
-    """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
+    """Return (forward, backward, weight gradients in it) of one layer and micro-batch, by the plan's breakdown."""
     breakdown, passed = q.plan.prediction.breakdown_s, _layers_passed(q, done)
-    kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
+    by_kind = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
     forward = backward = 0.0
-    for part, seconds in kinds.items():
-        both = single_value(seconds.forward + seconds.backward)
-        share = single_value(seconds.forward) / both if both > 0 else 0.0
+    for part, seconds in by_kind.items():
+        total = single_value(seconds.forward + seconds.backward)
+        share = single_value(seconds.forward) / total if total > 0 else 0.0
         forward += share * breakdown[part] / passed
         backward += (1.0 - share) * breakdown[part] / passed
     backward += breakdown["recompute_s"] / passed
@@ -312,7 +322,7 @@ def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]
 
 
 def _host_seconds(q: StepQuestion) -> tuple[float, float]:
-    """Host seconds per micro-batch and per step; together they are the plan's overhead."""
+    """Return the host seconds per micro-batch and per step; together they are the plan's overhead."""
     f, overhead = q.request.profile, q.plan.prediction.breakdown_s["overhead_s"]
     once = single_value(f.step_s) + single_value(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
     once = min(once * q.pace("overhead_s"), overhead)
@@ -320,7 +330,7 @@ def _host_seconds(q: StepQuestion) -> tuple[float, float]:
 
 
 def _scaled_sharing(most: Sharing, share: float) -> Sharing:
-    """A stage with fewer layers has as much less to share; a layer's own traffic stays."""
+    """Scale the traffic of a stage with fewer layers; traffic per layer stays the same."""
     return replace(
         most,
         reduce_s=most.reduce_s * share,

@@ -1,7 +1,7 @@
-"""A timeline in the trace-event format that Perfetto and chrome://tracing open.
+"""A timeline in the trace-event format, which Perfetto and chrome://tracing open.
 
-One process per stage; its threads are the device and the wires. Complete events ("X") with times in microseconds, and
-flow events ("s", "f") from a send to the pass that takes it up (Trace Event Format, Google, 2016).
+One process per stage; its threads are the device and the wires. Complete events ("X") have times in microseconds;
+flow events ("s", "f") lead from a send to the pass that uses it (Trace Event Format, Google, 2016).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from phalanx.sim.step.step_report import SimulatedStep
 from phalanx.sim.step.step_timeline import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
 
 TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
-FIRST = 1  # Perfetto takes process and thread 0 for the idle task
-MOST_EVENTS = 500_000  # about 70 MB, which Perfetto still opens at once
-WORK = ("compute_s", "optimizer_s", "overhead_s")  # what a device does; the rest it waits for
+FIRST = 1  # Perfetto treats process and thread 0 as the idle task
+# About 70 MB, which Perfetto still opens without delay.
+MOST_EVENTS = 500_000
+# Parts in which a device works; during other parts it waits.
+WORK = ("compute_s", "optimizer_s", "overhead_s")
 
 
 def trace_json(report: SimulatedStep, *, link: str = "NVLink") -> str:
-    """The whole step as text; of a longer one the first MOST_EVENTS spans."""
+    """Return the step as JSON text; at most the first MOST_EVENTS spans."""
     names = {
         DEVICE: "device",
         "link": link,
@@ -29,14 +31,14 @@ def trace_json(report: SimulatedStep, *, link: str = "NVLink") -> str:
     }
     spans = report.timeline.spans[:MOST_EVENTS]
     last_s = spans[-1].start_s if len(spans) < len(report.timeline.spans) else report.step_s
-    kept = (one for one in report.timeline.handovers if one.used_s < last_s)
-    events = [*_track_heads(spans, names), *_span_events(spans), *_send_arrows(kept)]
-    other = {"job": report.job, "layout": report.layout, "fabric": report.fabric.name, "step_s": report.step_s}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
+    drawn = (handover for handover in report.timeline.handovers if handover.used_s < last_s)
+    events = [*_track_heads(spans, names), *_span_events(spans), *_send_arrows(drawn)]
+    metadata = {"job": report.job, "layout": report.layout, "fabric": report.fabric.name, "step_s": report.step_s}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}, separators=(",", ":"))
 
 
 def _track_heads(spans: tuple[Span, ...], names: dict[str, str]) -> Iterator[dict[str, object]]:
-    """Names of processes and threads; only tracks that are used."""
+    """Yield the names of processes and threads, for tracks in use."""
     used = sorted({(span.stage, TRACKS.index(span.track)) for span in spans})
     for stage in sorted({stage for stage, _ in used}):
         yield _meta_event("process_name", stage, 0, {"name": f"stage {stage}"})
@@ -51,7 +53,10 @@ def _meta_event(name: str, stage: int, track: int, args: dict[str, object]) -> d
 
 
 def _span_events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
-    """Spans in whole nanoseconds: Perfetto drops a slice that reaches a nanosecond into the next of its track."""
+    """Yield spans in whole nanoseconds without overlap.
+
+    Perfetto drops a slice that overlaps the next one of its track by a nanosecond.
+    """
     free: dict[tuple[int, str], int] = {}
     for span in spans:
         start = max(_whole_nanoseconds(span.start_s), free.get((span.stage, span.track), 0))
@@ -70,7 +75,7 @@ def _span_events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
 
 
 def _span_kind(span: Span) -> str:
-    """What a span is to the step: traffic on the device's own track is what no compute hides."""
+    """Return the category of a span; traffic on the device's own track is exposed, as no compute hides it."""
     if span.track != DEVICE:
         return "wire"
     if span.part in WORK:
@@ -79,10 +84,10 @@ def _span_kind(span: Span) -> str:
 
 
 def _send_arrows(handovers: Iterable[Handover]) -> Iterator[dict[str, object]]:
-    """From each send to the pass that uses it. They follow all slices, for an arrow is tied to one that is there."""
-    for number, one in enumerate(handovers):
-        yield _arrow_event("s", number, one.source, SENDS, one.sent_s)
-        yield {**_arrow_event("f", number, one.target, DEVICE, one.used_s), "bp": "e"}
+    """Yield an arrow from each send to the pass that uses it, after all slices: an arrow needs an existing slice."""
+    for number, handover in enumerate(handovers):
+        yield _arrow_event("s", number, handover.source, SENDS, handover.sent_s)
+        yield {**_arrow_event("f", number, handover.target, DEVICE, handover.used_s), "bp": "e"}
 
 
 def _arrow_event(phase: str, number: int, stage: int, track: str, at_s: float) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""Guards against silent errors: digests of what ranks hold, copies that differ, memory that changes, spikes."""
+"""Guards against silent errors: diverging replicas, changed memory, wrong compiled code, spikes of the gradient."""

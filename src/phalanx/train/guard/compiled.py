@@ -1,17 +1,17 @@
-"""Compiled code held against the same code uncompiled, once, before a rank learns anything from it.
+"""Compares compiled code with the same code uncompiled, once, before a rank learns anything from it.
 
-Twice torch.compile trained wrong models without a word (benchmarks/torch_compile_errors.py): gradient norms of 2.370
-and 2.095 for 3.569. So the first micro-batch is computed twice, compiled and eager, from the same weights, buffers and
-random state, and loss and gradients are compared. Nothing stays of either pass: a run with the comparison has the bits
-of one without.
+torch.compile has twice trained wrong models without an error (benchmarks/torch_compile_errors.py): gradient norms
+were 2.370 and 2.095 instead of 3.569. So the first micro-batch is computed twice, compiled and eager, from the same
+weights, buffers and random state, and loss and gradients are compared. Neither pass leaves a trace: a run with the
+comparison has the same bits as a run without.
 
-How far the two may differ. Compiled code keeps intermediate results in float32 where eager code rounds each of them, so
-the two differ by roundings: u each (half the distance of neighbouring numbers), about ROUNDINGS of them one after the
-other in a layer and its backward, over all layers as a random walk. That bounds |g - g'|; norms differ by as much only
-if all errors point along the gradient, and by the square of it if they point anywhere: on an H200 4.3e-8 in fp32 and
-2.2e-5 in bf16 for bounds of 1.2e-6 and 0.038 (benchmarks/2026-11-16-compile-check.md). SAFETY is for products whose
-terms cancel, CEILING half the smallest error that we have met. A gradient that is zero on one side alone is lost,
-however small the tensor.
+How far the two may differ. Compiled code keeps intermediate results in float32 where eager code rounds each of them,
+so the two differ by roundings: u each (half the distance of neighbouring numbers), about ROUNDINGS of them one after
+the other in a layer and its backward, over all layers as a random walk. That bounds |g - g'|. Norms differ by as much
+only if all errors point along the gradient, and by its square if they point in random directions: on an H200 by
+4.3e-8 in fp32 and 2.2e-5 in bf16, for bounds of 1.2e-6 and 0.038 (benchmarks/2026-11-16-compile-check.md). SAFETY
+allows for products whose terms cancel; CEILING is half the smallest real error met so far. A gradient that is zero on
+one side only counts as an error, however small the tensor.
 """
 
 from __future__ import annotations
@@ -36,19 +36,25 @@ if TYPE_CHECKING:
 
 # Unit roundoffs. fp8: both sides round to e4m3 in the same places, but a difference d of their bf16 inputs makes a
 # share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in mean square.
-# TF32, which torch takes for float32 convolutions on GPUs unless told otherwise: the same with s = 2^-10, d = 2^-24.
+# TF32, torch's default for float32 convolutions on GPUs: the same with s = 2^-10, d = 2^-24.
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-17, "fp16": 2.0**-11, "bf16": 2.0**-9, "fp8": 2.0**-6}
-ROUNDINGS = 24  # norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
+# Norms, products, rotations, softmax, activation and residual sums of a block, forward and backward.
+ROUNDINGS = 24
 SAFETY = 2.0
 CEILING = 0.17  # the gradient norm 2.370 for 3.569 is 34 % off
-LOST_SHARE = 1 / 8  # of the bound: a gradient that is zero on one side counts as lost above so much of the whole norm
-LEAST_LOSS = 1.0  # nats: of a smaller loss the difference is taken in nats
-EAGER_SHARE = 1.5  # memory of the eager pass over that of the compiled one, the loss apart
-LOSS_BYTES = 12  # of the eager loss for each logit: a float32 copy, its log-softmax and its gradient
+# A gradient that is zero on one side only counts as lost if the other exceeds this share of the bound, times the norm
+# of the whole gradient.
+LOST_SHARE = 1 / 8
+# Nats; for a smaller loss the absolute difference counts, not the relative one.
+LEAST_LOSS = 1.0
+# Memory of the eager pass over that of the compiled one, without the loss.
+EAGER_SHARE = 1.5
+# Bytes of the eager loss per logit: a float32 copy, its log-softmax and its gradient.
+LOSS_BYTES = 12
 
 
 def rounding_bound(compute: str, layers: int) -> float:
-    """The largest relative difference of loss or gradients that rounding explains.
+    """Return the largest relative difference of loss or gradients that rounding explains.
 
     >>> [f"{rounding_bound(kind, 32):.2g}" for kind in ("fp32", "bf16", "fp8")]
     ['3.3e-06', '0.11', '0.17']
@@ -58,57 +64,59 @@ def rounding_bound(compute: str, layers: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialPass:
-    """What a pass over one micro-batch gave on this rank; nothing was learnt from it."""
+    """The sums and norms of a pass over one micro-batch on this rank, without an update."""
 
-    loss_sum: torch.Tensor  # nats, 0 where this rank does not speak for its sequences
-    valid: torch.Tensor  # tokens behind it
-    norms_P: torch.Tensor  # of the gradient of the summed loss, of each shard
-    random: torch.Tensor  # the state of the random numbers after it
+    loss_sum: torch.Tensor  # nats; 0 where another rank counts the same sequences
+    valid: torch.Tensor  # valid tokens that loss_sum is over
+    norms_P: torch.Tensor  # norm of each shard's gradient of the summed loss
+    random: torch.Tensor  # state of the random number generators after the pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledComparison:
-    """Compiled beside eager, the same on every rank but for `worst`."""
+    """The comparison of compiled and eager code; the same on every rank except for `worst`."""
 
     loss: float
     eager_loss: float
     grad_norm: float
     eager_grad_norm: float
-    loss_difference: float  # relative, of the rank where it is largest
-    gradient_difference: (
-        float  # Σ (|g| - |g'|)² over all tensors, against the whole norm: no less than that of the norms
-    )
+    loss_difference: float  # relative; of the rank where it is largest
+    # √(Σ (|g| - |g'|)²) over all tensors, relative to the norm of the whole; at least the difference of those norms.
+    gradient_difference: float
     bound: float
-    worst: str  # tensor of this rank whose norms lie furthest apart
-    is_lost: bool = False  # some tensor has no gradient at all on one side
-    unclear: str = ""  # why nothing can be said
+    worst: str  # name of this rank's tensor whose norms differ most
+    is_lost: bool = False  # True if some tensor has a zero gradient on one side only
+    unclear: str = ""  # reason why the passes cannot be compared
 
     @property
     def passes(self) -> bool:
-        """Whether rounding explains it all; not a number does not pass."""
+        """True if rounding explains all differences, or they cannot be judged (`unclear`); NaN does not pass."""
         differences = (self.loss_difference, self.gradient_difference)
-        return bool(self.unclear) or (not self.is_lost and all(one <= self.bound for one in differences))
+        return bool(self.unclear) or (not self.is_lost and all(difference <= self.bound for difference in differences))
 
 
 def is_comparison_due(engine: Engine, compared: set[str]) -> bool:
-    """Whether some rank runs code that was never compared in its process. Every rank must call this."""
+    """Return True if some rank runs code that was never compared in its process.
+
+    Every rank must call this together.
+    """
     if not engine.settings.compile:
         return False
-    wanted = torch.tensor([float(code_key(engine) not in compared)], device=engine.device)
+    is_due = torch.tensor([float(code_key(engine) not in compared)], device=engine.device)
     if engine.dims.world > 1:
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    return bool(wanted.item())
+        dist.all_reduce(is_due, op=dist.ReduceOp.MAX)
+    return bool(is_due.item())
 
 
 def code_key(engine: Engine) -> str:
-    """What compiled code depends on: a process that compiled it once loads the same again."""
+    """Return a key of all that compiled code depends on; in one process the same key means the same code."""
     from phalanx.train.parallel.compiling import place_name
 
     return f"{place_name(engine.meshes)} {engine.settings} {engine.shape}"
 
 
 def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> CompiledComparison | str:
-    """Compute the first micro-batch compiled and eager; why it could not be done, where it could not.
+    """Compute the first micro-batch compiled and eager; return the comparison, or why there is none.
 
     Every rank must call this together, before its first step.
     """
@@ -123,14 +131,17 @@ def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.
 
 
 def _compare_passes(engine: Engine, compiled: TrialPass, eager: TrialPass) -> CompiledComparison:
-    apart_P = (compiled.norms_P - eager.norms_P).square()
-    mine_P = torch.tensor([float(shard.owner) for shard in engine.shards], dtype=torch.float64, device=apart_P.device)
+    """Sum both passes over the ranks and compare them."""
+    squared_difference_P = (compiled.norms_P - eager.norms_P).square()
+    is_owner_P = torch.tensor(
+        [float(shard.owner) for shard in engine.shards], dtype=torch.float64, device=squared_difference_P.device
+    )
     names = [shard.name for shard in engine.shards]
-    worst = names[int(torch.nan_to_num(apart_P, nan=math.inf).argmax())] if names else ""
+    worst = names[int(torch.nan_to_num(squared_difference_P, nan=math.inf).argmax())] if names else ""
     sums = torch.stack(
         [
-            *((norms_P.square() * mine_P).sum() for norms_P in (compiled.norms_P, eager.norms_P)),
-            (apart_P * mine_P).sum(),
+            *((norms_P.square() * is_owner_P).sum() for norms_P in (compiled.norms_P, eager.norms_P)),
+            (squared_difference_P * is_owner_P).sum(),
             compiled.loss_sum,
             eager.loss_sum,
             eager.valid,
@@ -138,14 +149,14 @@ def _compare_passes(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Co
     )
     if engine.dims.world > 1:
         dist.all_reduce(sums)
-    squared, eager_squared, apart, loss, eager_loss, valid = sums.tolist()
+    squared, eager_squared, squared_difference, loss, eager_loss, valid = sums.tolist()
     valid, bound = max(valid, 1.0), rounding_bound(_product_precision(engine), engine.shape.layers)
-    loss_difference, is_lost, other_random = _worst_rank(
+    loss_difference, is_lost, random_differs = _worst_rank(
         engine, compiled, eager, least_norm=LOST_SHARE * bound * math.sqrt(eager_squared)
     )
     norm, eager_norm = math.sqrt(squared) / valid, math.sqrt(eager_squared) / valid
     unclear = ""
-    if other_random:
+    if random_differs:
         unclear = "compiled code drew other random numbers than eager code"
     elif not math.isfinite(eager_norm) or (engine.settings.compute == "fp16" and not math.isfinite(norm)):
         unclear = f"the eager gradient norm is {eager_norm:g}, the compiled one {norm:g}"
@@ -157,7 +168,7 @@ def _compare_passes(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Co
         grad_norm=norm,
         eager_grad_norm=eager_norm,
         loss_difference=loss_difference,
-        gradient_difference=math.sqrt(apart) / valid / eager_norm if eager_norm else math.inf,
+        gradient_difference=math.sqrt(squared_difference) / valid / eager_norm if eager_norm else math.inf,
         bound=bound,
         worst=worst,
         is_lost=is_lost > 0,
@@ -166,24 +177,24 @@ def _compare_passes(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Co
 
 
 def _worst_rank(engine: Engine, compiled: TrialPass, eager: TrialPass, *, least_norm: float) -> list[float]:
-    """The largest of all ranks: relative difference of the loss, whether a gradient is lost, whether randomness is.
+    """Return the maximum over ranks of: the loss's relative difference, lost gradient (0/1), other randomness (0/1).
 
-    Losses rank by rank: in a mean over a thousand of them one wrong rank would not show.
+    Losses are compared rank by rank: in a mean over a thousand ranks one wrong rank would not show.
     """
     tokens = eager.valid.clamp(min=1.0)
     loss_apart = (compiled.loss_sum - eager.loss_sum).abs() / tokens
     own_loss = (eager.loss_sum / tokens).abs().clamp(min=LEAST_LOSS)
     larger_P = torch.maximum(compiled.norms_P, eager.norms_P)
     is_lost = (((compiled.norms_P == 0) != (eager.norms_P == 0)) & (larger_P > least_norm)).any()
-    other_random = float(not torch.equal(compiled.random, eager.random))
-    found = torch.stack([loss_apart / own_loss, is_lost.to(loss_apart), torch.full_like(loss_apart, other_random)])
+    random_differs = float(not torch.equal(compiled.random, eager.random))
+    maxima = torch.stack([loss_apart / own_loss, is_lost.to(loss_apart), torch.full_like(loss_apart, random_differs)])
     if engine.dims.world > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [float(one) for one in found.tolist()]
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return [float(maximum) for maximum in maxima.tolist()]
 
 
 def _product_precision(engine: Engine) -> str:
-    """What matrix products are computed in: float32 may be TF32 on a GPU, in convolutions without a word."""
+    """Return the precision of matrix products: on a GPU float32 may be TF32, in convolutions by default."""
     compute = engine.settings.compute
     if compute != "fp32" or engine.device.type != "cuda":
         return compute
@@ -191,7 +202,7 @@ def _product_precision(engine: Engine) -> str:
 
 
 def drawn_so_far(device: torch.device) -> torch.Tensor:
-    """The state of the random numbers of this rank: equal states mean that equal numbers were drawn."""
+    """Return the state of this rank's random generators; equal states mean that equal numbers were drawn."""
     states = [torch.get_rng_state()]
     states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.cat(states)
@@ -199,30 +210,32 @@ def drawn_so_far(device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def restore_after(engine: Engine) -> Iterator[None]:
-    """Put back what a pass changes: random numbers, buffers, attributes of own networks.
+    """Context that afterwards restores what a pass changes: random state, buffers, attributes of own networks.
 
-    Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place stay changed.
+    The pass clears gradients itself. Lists and dictionaries that a user's own forward changes in place stay changed.
     """
     on_gpu = engine.device.type == "cuda"
     random = torch.get_rng_state()
     random_gpu = torch.cuda.get_rng_state(engine.device) if on_gpu else None
     models = [part.model for part in engine.parts]
     buffers = [
-        (module, key, one, one.clone())
+        (module, key, buffer, buffer.clone())
         for model in models
         for module in model.modules()
-        for key, one in module._buffers.items()
-        if one is not None
+        for key, buffer in module._buffers.items()
+        if buffer is not None
     ]
-    own = [(module, dict(vars(module))) for model in models for module in model.modules()] if engine.outline else []
+    own_modules = (
+        [(module, dict(vars(module))) for model in models for module in model.modules()] if engine.outline else []
+    )
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, key, one, before in buffers:
-                one.copy_(before)
-                module._buffers[key] = one
-        for module, attributes in own:
+            for module, key, buffer, before in buffers:
+                buffer.copy_(before)
+                module._buffers[key] = buffer
+        for module, attributes in own_modules:
             for name in vars(module).keys() - attributes.keys():
                 delattr(module, name)
             vars(module).update(attributes)
@@ -233,10 +246,15 @@ def restore_after(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def run_eagerly(engine: Engine) -> Iterator[None]:
-    """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
-    ours = [] if engine.outline is not None else engine.parts
-    compiled = [block for part in ours for block in part.model.layers.values() if block._compiled_call_impl]
-    blocks = [block for block in compiled if "forward" not in vars(block)]  # the others recompute or offload as it is
+    """Context that runs compiled modules uncompiled.
+
+    Phalanx's own blocks recompute in backward meanwhile, which limits the memory of the eager pass.
+    """
+    parts = [] if engine.outline is not None else engine.parts
+    compiled = [block for part in parts for block in part.model.layers.values() if block._compiled_call_impl]
+    blocks = [
+        block for block in compiled if "forward" not in vars(block)
+    ]  # blocks with their own forward recompute or offload already
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
@@ -244,11 +262,12 @@ def run_eagerly(engine: Engine) -> Iterator[None]:
             yield
     finally:
         for block in blocks:
-            del block.forward  # not set again: compiled code looks whether it is the class's
+            # Deleted, not assigned: compiled code checks that forward is the class's.
+            del block.forward
 
 
 def _device_memory(engine: Engine) -> tuple[int, int]:
-    """Bytes of the GPU that can still be had, and those in use; from now on the peak is counted anew."""
+    """Return the bytes of the GPU still available, and those in use; reset its peak. (0, 0) on a CPU."""
     if engine.device.type != "cuda":
         return 0, 0
     torch.cuda.reset_peak_memory_stats(engine.device)
@@ -258,16 +277,17 @@ def _device_memory(engine: Engine) -> tuple[int, int]:
 
 
 def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
-    """Why the eager pass may not fit on some rank; empty where it does."""
+    """Return why the eager pass may not fit on some rank, or "" if it fits."""
     if engine.device.type != "cuda":
         return ""
-    taken = torch.cuda.max_memory_allocated(engine.device) - used_bytes
+    pass_bytes = torch.cuda.max_memory_allocated(engine.device) - used_bytes
     settings, dims = engine.settings, engine.dims
     tokens = settings.layout.micro_batch * settings.sequence // dims.context
     has_head = any(part.model.head is not None for part in engine.parts)
-    has_head = has_head and not settings.chunks_loss(engine.shape, engine.device)  # that loss is never compiled
+    # The loss in chunks is never compiled.
+    has_head = has_head and not settings.chunks_loss(engine.shape, engine.device)
     logits = tokens * engine.shape.vocab // (dims.tensor if settings.loss_parallel else 1) if has_head else 0
-    need = int(EAGER_SHARE * taken) + LOSS_BYTES * logits
+    need = int(EAGER_SHARE * pass_bytes) + LOSS_BYTES * logits
     lacking = torch.tensor([float(need - free_bytes), float(need)], device=engine.device, dtype=torch.float64)
     if dims.world > 1:
         dist.all_reduce(lacking, op=dist.ReduceOp.MAX)
@@ -278,13 +298,15 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
 
 
 def compiled_refusal(found: CompiledComparison, *, compute: str, where: str) -> UserError:
-    """What a person is told when compiled code is wrong; the same words on every rank."""
-    off = max(found.loss_difference, found.gradient_difference, key=lambda one: math.inf if math.isnan(one) else one)
+    """Return the error for wrong compiled code; the same text on every rank."""
+    difference = max(
+        found.loss_difference, found.gradient_difference, key=lambda value: math.inf if math.isnan(value) else value
+    )
     return mistake(
         where,
         f"compiled code computes something else than the same code uncompiled: on one micro-batch gradient norm "
         f"{found.grad_norm:.4g} for {found.eager_grad_norm:.4g}, loss {found.loss:.5g} for {found.eager_loss:.5g}",
-        why=f"tensor by tensor they differ by {_share_text(off)}"
+        why=f"tensor by tensor they differ by {_share_text(difference)}"
         + (", and some tensor has no gradient at all on one side" if found.is_lost else "")
         + f"; rounding in {compute} explains {_share_text(found.bound)}. The run would learn from wrong gradients",
         fix=f"set train.compile = false; or clear the compile cache, {cache_folder()}, and start again; please report "
@@ -293,7 +315,7 @@ def compiled_refusal(found: CompiledComparison, *, compute: str, where: str) -> 
 
 
 def _share_text(value: float) -> str:
-    """A relative difference as people read it.
+    """Format a relative difference for messages.
 
     >>> _share_text(0.41), _share_text(4.7e-6), _share_text(math.inf)
     ('41.0%', '4.7e-06', 'inf')
@@ -302,9 +324,9 @@ def _share_text(value: float) -> str:
 
 
 def cache_folder() -> str:
-    """Where torch keeps compiled code."""
-    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return named
+    """Return the folder of torch's compile cache."""
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return folder
     try:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -314,7 +336,7 @@ def cache_folder() -> str:
 
 
 def event_fields(found: CompiledComparison | str) -> dict[str, Any]:
-    """What the record tells of it."""
+    """Return the fields of the event that records a comparison."""
     if isinstance(found, str):
         return {"passed": None, "reason": found}
     return {

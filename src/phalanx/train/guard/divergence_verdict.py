@@ -1,4 +1,4 @@
-"""Who is wrong when copies differ: pure arithmetic on the digests of those who hold the same."""
+"""Decides which rank is wrong when copies differ: pure arithmetic on digests of ranks that hold the same state."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from phalanx.units import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigestClaim:
-    """What one rank says of one set of boxes that it holds."""
+    """The digest that one rank computed of one set of boxes."""
 
     rank: int
-    boxes: str  # digest of which boxes these are: ranks with the same hold copies
-    digest: str  # of their bytes
-    tensors: int  # boxes in the set
+    boxes: str  # digest of the boxes' names and places; ranks with the same value hold copies
+    digest: str  # digest of the boxes' bytes
+    tensors: int  # number of boxes in the set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """State that should be the same and is not.
+    """State that should be equal and is not.
 
-    `certain`: the suspects are wrong; otherwise at least one of them is. `digests` are of the holders.
+    `certain`: all suspects are wrong; otherwise at least one of them is. `digests` are those of the ranks that hold
+    the state.
     """
 
-    step: int  # steps done when it was noticed
-    kind: str  # "copies": those of other ranks differ; "rest": memory changed between two updates
+    step: int  # steps done when it was detected
+    kind: str  # "copies": copies on ranks differ; "rest": memory changed between two updates
     suspects: tuple[int, ...]
     certain: bool
     boxes: str
@@ -38,7 +39,7 @@ class Divergence:
     tensors: tuple[str, ...] = ()
 
     def problem(self) -> Problem:
-        """The four parts of a message."""
+        """Return the error message, with the ranks, the tensors and what to do."""
         of = f" ({', '.join(self.tensors)})" if self.tensors else ""
         ranks = ", ".join(map(str, self.suspects))
         if self.kind == "rest" and not self.certain:
@@ -65,29 +66,34 @@ class Divergence:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For messages between processes."""
+        """Return the JSON form, for messages between processes."""
         return dict(json_values(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Divergence:
-        """What `to_json` gave."""
+        """Return the divergence of the JSON form that `to_json` returned."""
         return from_message(cls, data)
 
 
 def judge_claims(step: int, claims: Sequence[DigestClaim]) -> Divergence | None:
-    """The gravest difference among all ranks' claims; None when every copy agrees.
+    """Return the gravest difference among all ranks' claims; None if all copies agree.
 
-    A set that a majority can speak for comes before one that leaves several suspects: a rank that is wrong in one set
-    mostly is in others. The result depends on the claims alone, so every rank comes to the same.
+    A set in which a majority decides comes before one that leaves several suspects: a rank that is wrong in one set
+    mostly is wrong in other sets. The result depends on the claims alone, so every rank gets the same.
     """
     sets: dict[str, list[DigestClaim]] = {}
     for claim in claims:
         sets.setdefault(claim.boxes, []).append(claim)
-    found = [verdict for boxes in sorted(sets) if (verdict := _judge_set(step, boxes, sets[boxes])) is not None]
-    return min(found, key=lambda one: (not one.certain, one.suspects, one.boxes), default=None)
+    divergences = [verdict for boxes in sorted(sets) if (verdict := _judge_set(step, boxes, sets[boxes])) is not None]
+    return min(
+        divergences,
+        key=lambda divergence: (not divergence.certain, divergence.suspects, divergence.boxes),
+        default=None,
+    )
 
 
 def _judge_set(step: int, boxes: str, claims: Sequence[DigestClaim]) -> Divergence | None:
+    """Return the divergence of one set of boxes, or None if its copies agree."""
     digests = {claim.rank: claim.digest for claim in claims}
     right = majority_digest(digests)
     suspects = tuple(sorted(rank for rank, digest in digests.items() if digest != right))
@@ -99,7 +105,9 @@ def _judge_set(step: int, boxes: str, claims: Sequence[DigestClaim]) -> Divergen
 
 
 def majority_digest(digests: Mapping[int, str]) -> str | None:
-    """What more holders say than anything else, if at least two do: no two errors are alike.
+    """Return the digest that more holders have than any other digest, or None if there is no such digest.
+
+    It is right if at least two holders share it, since two errors are never alike.
 
     >>> majority_digest({0: "a", 1: "a", 2: "b"}), majority_digest({0: "a", 1: "b"}), majority_digest({0: "a"})
     ('a', None, 'a')
@@ -107,14 +115,14 @@ def majority_digest(digests: Mapping[int, str]) -> str | None:
     ranked = Counter(digests.values()).most_common(2)
     if len(ranked) == 1:
         return ranked[0][0]
-    (first, most), (_, next_most) = ranked
-    return first if most > next_most else None
+    (first, count), (_, next_count) = ranked
+    return first if count > next_count else None
 
 
 def settle_divergence(earlier: Mapping[int, str], recomputed: str) -> int | None:
-    """Which of two holders was wrong, once the same steps were done again: the one that now reads otherwise.
+    """Return the one holder whose earlier digest differs from that of the same steps computed again.
 
-    None when neither or both were: then doing it again did not give the same, as kernels without a fixed order may not.
+    None if no holder or several differ: then the repetition was not exact, as with kernels that have no fixed order.
 
     >>> settle_divergence({3: "a", 7: "b"}, "b"), settle_divergence({3: "a", 7: "b"}, "c")
     (3, None)

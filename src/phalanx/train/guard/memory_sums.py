@@ -1,12 +1,12 @@
-"""Sums of what lies in memory: cheap enough to compare weights and moments between every two updates.
+"""Sums over memory: cheap enough to compare weights and moments between every two updates.
 
-The sum of a tensor's 64-bit words, and of the bytes behind the last whole one, modulo 2^64. One changed bit always
-changes it. Several may cancel, and words that change places do: sums stand between digests, not in their place. They
-are whole numbers, so neither the order of addition nor the device shows in them.
+The sum of a tensor is that of its 64-bit words, and of the bytes after the last whole word, modulo 2^64. One changed
+bit always changes it. Several changes may cancel, and words that swap places do: sums are made between digests, and
+do not replace them. They are integers, so they depend neither on the order of addition nor on the device.
 
-A GPU adds up all tensors in one kernel, at the speed of its memory, and keeps the sums: the host hears one number of
-them, with the others of the step, and waits for nothing. Tensors that are offloaded to the host's memory are added up
-by a thread while the GPU computes, in steps whose digests are compared alone.
+A GPU adds up all tensors in one kernel, at the speed of its memory, and keeps the sums: the host gets one number of
+them, with the other numbers of the step, and waits for nothing. Tensors that are offloaded to host memory are added
+up by a thread while the GPU computes, only in steps whose digests are compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import torch
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 WORD = 8  # bytes
-ALIGNED = 16  # bytes: what one load of a GPU's thread takes
-CHUNK_WORDS = 1 << 15  # that one block of a GPU's threads adds up: 256 KiB
+ALIGNED = 16  # bytes of one load of a GPU's thread
+CHUNK_WORDS = 1 << 15  # words that one block of a GPU's threads adds up: 256 KiB
 STEPS_WITHOUT_KERNEL = 2
 HOST = torch.device("cpu")
-FEW_WORDS = 1 << 17  # of host memory: below it, numpy on one core is as fast as torch on several
+# For fewer words in host memory numpy on one core is as fast as torch on several.
+FEW_WORDS = 1 << 17
 
 
 class MemorySums:
-    """Remembers the sums of some tensors, and says whether they are still the same, in a tensor on `device`.
+    """Remembers the sums of some tensors, and compares them with their sums later.
 
-    `in_background`: those in host memory are added up by a thread. By default where a GPU computes meanwhile.
+    `in_background`: a thread adds up tensors in host memory; the default where a GPU computes meanwhile.
     """
 
     def __init__(self, device: torch.device, *, in_background: bool | None = None) -> None:
@@ -48,35 +49,38 @@ class MemorySums:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to compare with."""
+        """True if there are sums to compare with."""
         return self._kept is not None
 
     def remember(self, shards: Sequence[TensorShard], *, offloaded: bool = True) -> None:
-        """Keep their sums. The caller may go on at once, and must not change them before `compare`.
+        """Remember the sums of these shards, which the caller must not change before `compare`.
 
-        Without `offloaded`, those in host memory are left out where a GPU computes: a host takes 40 times as long.
+        Without `offloaded`, tensors in host memory are left out if a GPU computes: a host takes 40 times as long.
         """
         self._remembered += 1
         tensors = [shard.tensor for shard in shards]
         if self._resting is None or not self._resting.holds(tensors):
             self._resting = _Resting.of([shard.name for shard in shards], tensors)
         leave_out = self._device.type == "cuda" and not offloaded
-        places = tuple(one for one in self._resting.places if one.type == "cuda" or not leave_out)
+        places = tuple(place for place in self._resting.places if place.type == "cuda" or not leave_out)
         self._kept = self._add_up(self._resting, places, wait=False)
 
     def forget(self) -> None:
-        """They are about to change."""
+        """Drop the sums, since the tensors are about to change."""
         self._kept = None
 
     def compare(self) -> torch.Tensor:
-        """1 where some tensor is no longer what `remember` saw, else 0; forgets it. Nobody waits for a device."""
-        kept, self._kept, self._changed = self._kept, None, list
-        if kept is None:
+        """Return 1 if some tensor changed since `remember`, else 0, as a tensor on the device; drops the sums.
+
+        Waits for no device.
+        """
+        before, self._kept, self._changed = self._kept, None, list
+        if before is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        now = self._add_up(kept.of, kept.places, wait=True)
-        before_host, now_host = kept.in_host(), now.in_host()
-        self._changed = lambda: _differing(kept, now)
-        flags = [(kept.on_device[one] != now.on_device[one]).any() for one in now.on_device]
+        now = self._add_up(before.of, before.places, wait=True)
+        before_host, now_host = before.in_host(), now.in_host()
+        self._changed = lambda: _differing(before, now)
+        flags = [(before.on_device[place] != now.on_device[place]).any() for place in now.on_device]
         if before_host != now_host:
             return torch.ones((), dtype=torch.float64, device=self._device)
         if not flags:
@@ -84,24 +88,25 @@ class MemorySums:
         return torch.stack([flag.to(self._device) for flag in flags]).any().double()
 
     def changed(self) -> list[tuple[str, int]]:
-        """Name and present sum of each tensor that the last `compare` found changed; waits for the device."""
+        """Return name and present sum of each tensor that the last `compare` found changed; waits for the device."""
         return self._changed()
 
     def _add_up(self, resting: _Resting, places: tuple[torch.device, ...], *, wait: bool) -> _Sums:
+        """Add up the tensors at these places; those in host memory by a thread, unless `wait`."""
         on_device: dict[torch.device, torch.Tensor] = {}
         host_sums: Callable[[], list[int]] = list
         for place in places:
             tensors = resting.tensors_at[place]
             if place.type == "cuda":
-                # To load the kernel takes a second, which a rank that replaces another has not, in its first steps.
+                # Loading the kernel takes a second, which would delay the first steps of a replacement rank.
                 if self._remembered <= STEPS_WITHOUT_KERNEL:
                     on_device[place] = torch.stack([sum_with_torch(tensor) for tensor in tensors])
                     continue
                 chunks = self._chunks[place] = chunk_table(tensors, place, self._chunks.get(place))
                 on_device[place] = sum_on_gpu(tensors, chunks)
             elif wait or not self._in_background:
-                found = sum_in_host(tensors)
-                host_sums = found.copy
+                computed = sum_in_host(tensors)
+                host_sums = computed.copy
             else:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-sums")
@@ -111,7 +116,7 @@ class MemorySums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Resting:
-    """Tensors in the order they were given, and by where they lie; the same from step to step, as a rule."""
+    """Tensors in the order they were passed, and by their device; usually the same from step to step."""
 
     names: list[str]
     tensors: list[torch.Tensor]
@@ -128,57 +133,61 @@ class _Resting:
         return cls(names=names, tensors=tensors, places=places, tensors_at=tensors_at)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same objects: hundreds, of which each look at a device would cost a microsecond."""
+        """Return True if these are the same objects; looking at each tensor's device would take a microsecond."""
         return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sums:
+    """The sums of tensors: on GPUs as tensors, in host memory as a function that waits for its thread."""
+
     of: _Resting
-    places: tuple[torch.device, ...]  # that were added up
+    places: tuple[torch.device, ...]  # devices whose tensors were added up
     on_device: dict[torch.device, torch.Tensor]
     in_host: Callable[[], list[int]]
 
 
 def _differing(before: _Sums, now: _Sums) -> list[tuple[str, int]]:
-    found = []
+    """Return name and present sum of each tensor whose sums differ."""
+    changes = []
     for place in now.places:
         indices = now.of.places[place]
         on_gpu = place in now.on_device
-        old, new = ((one.on_device[place].tolist() if on_gpu else one.in_host()) for one in (before, now))
-        found += [(index, new[at]) for at, index in enumerate(indices) if old[at] != new[at]]
-    return [(now.of.names[index], total) for index, total in sorted(found)]
+        old, new = ((sums.on_device[place].tolist() if on_gpu else sums.in_host()) for sums in (before, now))
+        changes += [(index, new[at]) for at, index in enumerate(indices) if old[at] != new[at]]
+    return [(now.of.names[index], total) for index, total in sorted(changes)]
 
 
 @torch.no_grad()
 def sum_in_host(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Of tensors in host memory."""
-    found = []
+    """Return the sums of tensors in host memory."""
+    sums = []
     for tensor in tensors:
         raw = _raw(tensor)
         if raw.numel() >= FEW_WORDS * WORD and torch.get_num_threads() > 1:
-            found.append(int(sum_with_torch(tensor)))
+            sums.append(int(sum_with_torch(tensor)))
             continue
-        # numpy: a model has hundreds of small tensors, and its calls cost a fraction of torch's.
+        # numpy for small tensors: a model has hundreds, and numpy's calls cost a fraction of torch's.
         data = raw.numpy()
-        whole = data.size // WORD * WORD
-        total = int(np.add.reduce(data[:whole].view(np.int64)))
-        if whole < data.size:
-            total += int(data[whole:].sum(dtype=np.int64))
-        found.append((total + 2**63) % 2**64 - 2**63)
-    return found
+        whole_bytes = data.size // WORD * WORD
+        total = int(np.add.reduce(data[:whole_bytes].view(np.int64)))
+        if whole_bytes < data.size:
+            total += int(data[whole_bytes:].sum(dtype=np.int64))
+        # To a signed 64-bit integer, as torch's sum wraps around.
+        sums.append((total + 2**63) % 2**64 - 2**63)
+    return sums
 
 
 @torch.no_grad()
 def sum_with_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """Of one tensor, on its device: a few kernels for each."""
+    """Return the sum of one tensor, on its device; takes a few kernels."""
     raw = _raw(tensor)
-    whole = raw.numel() // WORD * WORD
-    words = raw[:whole]
+    whole_bytes = raw.numel() // WORD * WORD
+    words = raw[:whole_bytes]
     if words.storage_offset() % WORD or words.data_ptr() % WORD:
         words = words.clone()
     total = words.view(torch.int64).sum()
-    return total + raw[whole:].sum(dtype=torch.int64) if whole < raw.numel() else total
+    return total + raw[whole_bytes:].sum(dtype=torch.int64) if whole_bytes < raw.numel() else total
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,19 +199,19 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChunkTable:
-    """Where the tensors of a GPU lie, in chunks of at most `CHUNK_WORDS`; the same from step to step, as a rule."""
+    """The tensors of a GPU in chunks of at most `CHUNK_WORDS`; usually the same from step to step."""
 
     tensors: list[torch.Tensor]
     pointers: list[int]
-    addresses: torch.Tensor  # of each chunk
-    lengths: torch.Tensor  # in words
-    rows: torch.Tensor  # the tensor it belongs to
-    odd: list[int]  # tensors that the kernel cannot take: not aligned, or not of whole words
-    odd_rows: torch.Tensor  # the same, for the device
+    addresses: torch.Tensor  # address of each chunk
+    lengths: torch.Tensor  # of each chunk, in words
+    rows: torch.Tensor  # index of the tensor that each chunk belongs to
+    odd: list[int]  # tensors that the kernel cannot add up: not aligned, or not of whole words
+    odd_rows: torch.Tensor  # the same on the device
 
 
 def chunk_table(tensors: Sequence[torch.Tensor], device: torch.device, last: ChunkTable | None) -> ChunkTable:
-    """The table of these tensors; the last one where nothing has moved."""
+    """Return the table of these tensors; `last` if no tensor has moved."""
     pointers = [*map(torch.Tensor.data_ptr, tensors)]
     if last is not None and last.pointers == pointers and all(map(operator.is_, tensors, last.tensors)):
         return last
@@ -230,7 +239,10 @@ def chunk_table(tensors: Sequence[torch.Tensor], device: torch.device, last: Chu
 
 @torch.no_grad()
 def sum_on_gpu(tensors: Sequence[torch.Tensor], chunks: ChunkTable) -> torch.Tensor:
-    """Of tensors that lie on one GPU, in their order: in one kernel, or in several for each where Triton is missing."""
+    """Return the sums of tensors on one GPU, in their order.
+
+    One kernel adds them all up; without Triton it takes several kernels per tensor.
+    """
     kernel = load_kernel()
     if kernel is None:
         return torch.stack([sum_with_torch(tensor) for tensor in tensors])
@@ -247,7 +259,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
 
 @cache
 def load_kernel() -> Kernel | None:
-    """The kernel, once it has given the right answer on the present device; None without Triton or a C compiler."""
+    """Return the kernel, once it has computed a known sum correctly; None without Triton or a C compiler."""
     try:
         from phalanx.train.guard.sum_kernel import add_words
 
@@ -256,5 +268,5 @@ def load_kernel() -> Kernel | None:
         sums = torch.zeros(2, dtype=torch.int64, device="cuda")
         add_words(chunks.addresses, chunks.lengths, chunks.rows, sums)
         return add_words if sums.tolist() == [int(words.sum()), 1] else None
-    except Exception:  # of any kind: torch's own sums do the same, slower
+    except Exception:  # any error: torch's sums give the same result, slower
         return None

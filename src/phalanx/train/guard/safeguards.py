@@ -1,4 +1,4 @@
-"""The trainer's own checks as callbacks: replicas that must be equal, gradients that must be finite, compiled code."""
+"""The trainer's checks as callbacks: compiled code, equal replicas, unchanged memory, finite and moving losses."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ if TYPE_CHECKING:
 
 
 class CompiledCodeCheck(Callback):
-    """Compares compiled code with eager code before anything is learnt from it; raises on every rank alike."""
+    """Compares compiled code with eager code before the first step; raises UserError on every rank if it is wrong."""
 
     def on_start(self, training: TrainingContext) -> None:
-        """Where this process runs compiled code that was never compared."""
+        """Compare, if some rank runs compiled code that was never compared in its process."""
         control, engine, step = training.control, training.engine, training.step
         if step >= training.batch_plan.steps or not training.job.train.compile_check:
             return
         if not is_comparison_due(engine, control.compared):
             return
-        began_s, compiled = time.perf_counter(), compiled_s()
+        began_s, compiled_before_s = time.perf_counter(), compiled_s()
         tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
         with training.memory.left_out():
-            found = compare_compiled(engine, tokens, targets)
+            comparison = compare_compiled(engine, tokens, targets)
         training.events.write(
             "compile_check",
             step=step,
             epoch=control.generation,
             seconds=time.perf_counter() - began_s,
-            compile_s=compiled_s() - compiled,
-            **event_fields(found),
+            compile_s=compiled_s() - compiled_before_s,
+            **event_fields(comparison),
         )
-        if isinstance(found, CompiledComparison) and not found.passes:
-            raise compiled_refusal(found, compute=engine.settings.compute, where="train.compile")
+        if isinstance(comparison, CompiledComparison) and not comparison.passes:
+            raise compiled_refusal(comparison, compute=engine.settings.compute, where="train.compile")
         control.compared.add(code_key(engine))
         control.progress(step, Phase.BUILDING)
 
 
 class ReplicaComparison(Callback):
-    """Compares copies of the state before anything keeps it; raises UntrustedState on every rank alike."""
+    """Compares copies of the state before anything keeps it; raises UntrustedState on every rank if they differ."""
 
     def __init__(self, training: TrainingContext, *, each_step: bool = True) -> None:
         plan, engine = training.plan, training.engine
@@ -72,41 +72,49 @@ class ReplicaComparison(Callback):
             engine.state, every=every, each_step=each_step, at_rest=engine.at_rest, device=engine.device
         )
         self._case, self._across = training.control.case, engine.across
-        self._sound_step = 0  # newest step whose state nothing speaks against
-        self._unchanged_step = 0  # newest step whose state was still the same before the next update
-        self._was_known = False  # whether the present step compares memory with what the last one left
+        self._sound_step = 0  # newest step at which all comparisons passed
+        # Newest step whose state was unchanged before the next update.
+        self._unchanged_step = 0
+        self._was_known = False  # True if memory was compared in the present step
         self._spent_s = 0.0
         if self.guard.is_on:
             engine.compare_memory = self.compare_memory
 
     def on_start(self, training: TrainingContext) -> None:
-        """What was restored is sound."""
+        """Take the restored state as sound."""
         self._sound_step = self._unchanged_step = training.step
 
     def compare_memory(self) -> torch.Tensor:
-        """Before an update, by the engine: 1 where this rank's memory is not what the last update left, else 0."""
+        """Return 1 if this rank's memory changed since the last update, else 0.
+
+        Called by the engine before an update.
+        """
         self._was_known = self.guard.remembers
         return self.guard.compare_memory()
 
     def memory_changed(self, training: TrainingContext) -> UntrustedState:
-        """What is raised on every rank, since memory of some rank changed."""
-        training.control.check()  # numbers of an aborted collective say nothing
+        """Return the error to raise on every rank when some rank's memory changed."""
+        training.control.check()  # the flag may come from an aborted collective
         return self._untrusted_state(self.guard.name_changed(training.step))
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Compare, and settle which rank was wrong where the same step is done again."""
+        """Compare copies, and decide an open case once its step is done again.
+
+        In an open case copies differed without a majority; the rank whose earlier digest differs from the repetition
+        was wrong.
+        """
         step, began_s = training.step, time.perf_counter()
         if self._was_known:
             self._unchanged_step = report.step
-        asked = report.result.requests  # the same on every rank
-        is_saved = asked[StepRequest.SAVE] or asked[StepRequest.STOP] or step == training.batch_plan.steps
-        found = self.guard.check(step, is_saved=is_saved)
+        requests = report.result.requests  # the same on every rank
+        is_saved = requests[StepRequest.SAVE] or requests[StepRequest.STOP] or step == training.batch_plan.steps
+        divergence = self.guard.check(step, is_saved=is_saved)
         is_compared = self.guard.is_due(step) or (is_saved and self.guard.is_on)
-        if found is None and is_compared and training.engine.across is not None:
+        if divergence is None and is_compared and training.engine.across is not None:
             self._compare_replicas(training, training.engine.across)
         self._spent_s = time.perf_counter() - began_s
-        if found is not None:
-            raise self._untrusted_state(found)
+        if divergence is not None:
+            raise self._untrusted_state(divergence)
         case = self._case
         if case is not None and step == case.step and case.boxes in self.guard.last:
             wrong = settle_divergence(case.digests, self.guard.last[case.boxes])
@@ -117,7 +125,10 @@ class ReplicaComparison(Callback):
             self._sound_step = step
 
     def digest(self, training: TrainingContext) -> tuple[str | None, float | None]:
-        """The digest of the weights after a compared step, and the seconds that comparing and digesting took."""
+        """Return the digest of the weights, and the seconds of comparing and digesting.
+
+        (None, None) after a step that is not compared.
+        """
         if not self.guard.is_due(training.step):
             return None, None
         began_s = time.perf_counter()
@@ -125,14 +136,16 @@ class ReplicaComparison(Callback):
         return digest, self._spent_s + time.perf_counter() - began_s
 
     def _compare_replicas(self, training: TrainingContext, across: AcrossReplicas) -> None:
-        """The state of every replica: each rank compares its own with that of the same place in the others."""
+        """Compare the state of model replicas: each rank with the ranks at its place in the others."""
         digest = bytes.fromhex(digest_shards(training.engine.state()))
-        told = across.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        # Where a replica was lost just now, the next step says so.
-        said = {replica: bytes(one.tolist()) for replica, one in told.items()} if told is not None else {}
-        wrong = odd_replicas(said)
+        gathered = across.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        # If a replica was lost just now, the next step detects it.
+        digests = (
+            {replica: bytes(value.tolist()) for replica, value in gathered.items()} if gathered is not None else {}
+        )
+        wrong = odd_replicas(digests)
         differs = torch.zeros(across.replicas.count + 1, device=training.engine.device)
-        differs[0] = len(set(said.values())) > 1
+        differs[0] = len(set(digests.values())) > 1
         differs[[replica + 1 for replica in wrong]] = 1.0
         if dist.get_world_size() > 1:  # all ranks of a replica leave, or none
             dist.all_reduce(differs, op=dist.ReduceOp.MAX)
@@ -148,30 +161,31 @@ class ReplicaComparison(Callback):
         )
 
     def _untrusted_state(self, found: Divergence) -> UntrustedState:
+        """Return the error for a divergence, with the newest step that is still trusted."""
         suspects = found.suspects if found.certain else ()
         if self._across is not None:  # the guard numbers the ranks of its own replica
-            suspects = tuple(self._across.replicas.rank(self._across.replica, one) for one in suspects)
+            suspects = tuple(self._across.replicas.rank(self._across.replica, rank) for rank in suspects)
         return UntrustedState(
             "diverged",
             step=found.step,
-            # Memory may have changed at any time since the last update, so before its result was copied or saved too.
+            # Memory may have changed at any time since the last update, also before its result was copied or saved.
             sound=self._unchanged_step if found.kind == "rest" else self._sound_step,
             what=found.problem().render().splitlines()[0],
             suspects=suspects,
-            # Which rank was wrong is settled by numbers of one world only.
+            # Rank numbers of evidence are those of torch's world, which with model replicas is one replica.
             evidence=found.to_json() if self._across is None or found.kind == "rest" else None,
         )
 
 
 def odd_replicas(digests: Mapping[int, bytes]) -> list[int]:
-    """Replicas whose digest is not that of most; none where no digest is that of most.
+    """Return the replicas whose digest differs from that of the majority; empty if there is no majority.
 
     >>> odd_replicas({0: b"a", 1: b"b", 2: b"a"}), odd_replicas({0: b"a", 1: b"b"}), odd_replicas({})
     ([1], [], [])
     """
     counts = Counter(digests.values())
     digest, count = counts.most_common(1)[0] if counts else (b"", 0)
-    return [one for one, own in digests.items() if own != digest] if 2 * count > len(digests) else []
+    return [replica for replica, own in digests.items() if own != digest] if 2 * count > len(digests) else []
 
 
 FIRST_RANK_BUFFER = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
@@ -182,35 +196,36 @@ UNSAVED_BUFFER = (
 
 
 class ChangedBuffers(Callback):
-    """Warns of buffers of the user's own network that forward changes, of each once."""
+    """Warns once of each buffer of the user's own network that forward changes."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[str, str]] = set()
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Of those that data ranks change each in its own way."""
+        """Warn of buffers that data ranks change differently."""
         self._warn_of(training, training.engine.first_rank_buffers, FIRST_RANK_BUFFER)
 
     def on_checkpoint_taken(self, training: TrainingContext, step: int) -> None:
-        """Of those that the checkpoint does not hold."""
+        """Warn of changed buffers that the checkpoint does not contain."""
         self._warn_of(training, training.engine.changed_unsaved(), UNSAVED_BUFFER)
 
     def _warn_of(self, training: TrainingContext, names: Iterable[str], what: str) -> None:
-        for name, said in sorted({(name, what) for name in names} - self._warned):
-            self._warned.add((name, said))
+        for name, effect in sorted({(name, what) for name in names} - self._warned):
+            self._warned.add((name, effect))
             step = max(training.step - 1, 0)
-            training.events.write("remark", step=step, text=f"the buffer {name} {said}", is_warning=True)
+            training.events.write("remark", step=step, text=f"the buffer {name} {effect}", is_warning=True)
 
 
-STILL_STEPS = 32  # with the same loss: batches differ, and so do their losses, from the second or third digit on
-STILL = 1e-6  # of the loss: less than this is no movement
+# Steps with the same loss. Batches differ, and so do their losses, from the second or third digit on.
+STILL_STEPS = 32
+STILL = 1e-6  # relative spread of the losses up to which the loss counts as not moving
 
 
 class StalledTraining(Callback):
     """Warns of a model that learns nothing: a gradient norm of exactly 0, or a loss that does not move.
 
-    Damage that turns an activation into zeros or saturates it does that without a number that is not finite. The run
-    goes on, since a person may know why.
+    Damage that turns an activation into zeros, or saturates it, causes this while all numbers stay finite. The run
+    continues, since there may be a reason that the user knows.
     """
 
     def __init__(self) -> None:
@@ -218,7 +233,7 @@ class StalledTraining(Callback):
         self._is_zero = self._is_still = False
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Say it once when it begins."""
+        """Warn once when it begins."""
         result = report.result
         if result.skipped or not result.tokens:
             return
@@ -235,24 +250,26 @@ class StalledTraining(Callback):
 
     def _warn_of(self, training: TrainingContext, step: int, what: str) -> None:
         if training.rank == 0:  # every rank has the same numbers
-            cure = "the state may be damaged: compare the curve with an earlier checkpoint, and resume from that"
-            training.events.write("remark", step=step, text=f"step {step:,}: {what}; {cure}", is_warning=True)
+            remedy = "the state may be damaged: compare the curve with an earlier checkpoint, and resume from that"
+            training.events.write("remark", step=step, text=f"step {step:,}: {what}; {remedy}", is_warning=True)
 
 
 class SkippedSteps(Callback):
-    """Gives up when `train.skipped_steps` steps in a row were skipped."""
+    """Raises UntrustedState when `train.skipped_steps` steps in a row were skipped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.in_a_row = 0  # steps skipped in the present streak; saved, so that a streak outlives a restart
-        self.trusted_step = 0  # steps done before that streak; all of them where the last was not skipped
+        # Skipped steps of the present streak; saved, so that a streak continues after a restart.
+        self.in_a_row = 0
+        # Steps done before that streak; all steps if the last was not skipped.
+        self.trusted_step = 0
 
     def on_start(self, training: TrainingContext) -> None:
-        """Of what was restored, the steps before a streak that it ended with are trusted."""
+        """Trust the restored steps, except for a streak of skipped steps at their end."""
         self.trusted_step = training.step - self.in_a_row
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Count."""
+        """Count the streak; raise when it is too long."""
         self.in_a_row = self.in_a_row + 1 if report.result.skipped else 0
         self.trusted_step = training.step - self.in_a_row
         if self.in_a_row >= self._most:

@@ -1,7 +1,7 @@
-"""Spikes: a step whose gradient is many times as large as lately is skipped, by every rank alike.
+"""Detects spikes: steps whose gradient norm is many times the recent median; every rank skips such a step.
 
-PaLM's loss rose in about 20 places, and leaving out 200 to 500 batches around each was what helped (Chowdhery et al.
-2022, section 5.1). The verdict depends only on norms that all ranks have agreed on, so it needs no message.
+PaLM's loss spiked about 20 times, and skipping 200 to 500 batches around each spike helped (Chowdhery et al. 2022,
+section 5.1). The decision depends only on norms that all ranks have agreed on, so it needs no message.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-WINDOW = 128  # norms that are looked back on
-FIRST = 16  # norms before the first verdict: they fall fast at the start of a run
+WINDOW = 128  # recent norms in the median
+FIRST = 16  # norms needed for a decision: they fall fast at the start of a run
 
 
 class SpikeDetector:
-    """Remembers the gradient norms of the steps that were taken."""
+    """Keeps the gradient norms of recent steps; `factor` 0 detects nothing."""
 
     def __init__(self, factor: float, *, window: int = WINDOW) -> None:
         self._factor = factor
         self._norms: deque[float] = deque(maxlen=window)
 
     def is_spike(self, grad_norm: float) -> bool:
-        """Whether the step with this norm is to be skipped; call it once for every step.
+        """Return True if the step with this norm is to be skipped; call it once per step.
 
-        A spike is not remembered: it would make the next one look usual. One that is not finite is none: it is skipped
-        anyway.
+        The norm of a spike is not kept, since it would raise the median. A norm that is not finite is not a spike:
+        that step is skipped anyway.
         """
         if not self._factor or not math.isfinite(grad_norm):
             return False
@@ -37,10 +37,10 @@ class SpikeDetector:
         return False
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: a run that goes on must judge as the one that was not interrupted."""
+        """Return the state for a checkpoint: a resumed run must decide like an uninterrupted one."""
         return {"norms": list(self._norms)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         self._norms.clear()
         self._norms.extend(float(norm) for norm in state["norms"])

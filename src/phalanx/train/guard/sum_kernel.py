@@ -1,14 +1,14 @@
-"""The kernel of `memory_sums`: sums of 64-bit words of many tensors at once. Imported only where there is a GPU."""
+"""The Triton kernel of `memory_sums`: sums of 64-bit words of many tensors at once. Imported only if there is a GPU."""
 
 import torch
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for CPUs comes without it
+except ImportError:  # torch for CPUs is installed without Triton
     triton = None
 
-AT_ONCE = 2048  # words that a block of threads loads before it adds
+AT_ONCE = 2048  # words that a block of threads loads at once
 
 
 def add_words(addresses: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> None:
@@ -28,10 +28,11 @@ if triton is not None:
         length = tl.load(lengths + chunk)
         places = tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), dtype=tl.int64)
-        whole = length // BLOCK * BLOCK  # without a mask a thread loads 16 bytes at once
-        for start in range(0, whole, BLOCK):
+        # Without a mask a thread loads 16 bytes at once.
+        full_words = length // BLOCK * BLOCK
+        for start in range(0, full_words, BLOCK):
             total += tl.load(words + start + places)
-        last = whole + places
+        last = full_words + places
         total += tl.load(words + last, mask=last < length, other=0)
-        # Whole numbers: the order in which blocks come to this does not show.
+        # Integers: the result does not depend on the order of the blocks.
         tl.atomic_add(sums + tl.load(rows + chunk), tl.sum(total, axis=0))

@@ -214,11 +214,11 @@ def _make_values(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _make_uneven(block: int, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Blocks of very different size, some of them zero, and a mean that differs from block to block."""
+    """Blocks from 1e-12 to 1e12, some of them zero, and a mean that differs from block to block."""
     (values,) = _make_values(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     blocks = -(-shape["values"] // block)
-    powers = torch.randint(-12, 13, (blocks, 1), generator=generator, device=device)
+    powers = torch.randint(-40, 41, (blocks, 1), generator=generator, device=device)
     scale = torch.exp2(powers.float()) * (torch.rand((blocks, 1), generator=generator, device=device) > 0.1)
     mean = 2.0 * torch.randn((blocks, 1), generator=generator, device=device)
     table = torch.nn.functional.pad(values.float(), (0, -shape["values"] % block)).view(blocks, block)

@@ -127,6 +127,12 @@ def _draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, see
             return draw(tokens, width), draw(tokens, 2 * width)
 
 
+def _draw_small(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Gradients of 1e-8, as a mean over millions of tokens gives them: a scale with a floor would lose them."""
+    first, *rest = _draw(name, shape, dtype, device, seed)
+    return first * 2.0**-26, *rest
+
+
 def _count_work(name: str, shape: Shape, dtype: torch.dtype) -> KernelWork:
     del dtype
     read, written = BYTES[name]
@@ -164,6 +170,12 @@ def _register(name: str) -> KernelOp:
             },
             format=ResultFormat(encode=PLAIN[name], decode=_decode_copies, steps=(0.0, STEP)),
             make_inputs=partial(_draw, name),
+            # The two that round gradients.
+            structured_inputs=(
+                {"small gradients": partial(_draw_small, name)}
+                if name in ("float8-rows", "float8-swiglu-gradients")
+                else {}
+            ),
             shapes=_WIDE if "swiglu" in name else _NARROW,
             odd_shapes=_sizes((4, 8), (13, 130), (36, 520), (256, 1040)),
             count_work=partial(_count_work, name),

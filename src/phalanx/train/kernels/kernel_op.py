@@ -63,6 +63,8 @@ class KernelOp:
     structured_inputs: Mapping[str, Callable[[Shape, torch.dtype, torch.device, int], Inputs]] = field(
         default_factory=dict
     )
+    # General patterns of values (`trial_inputs`) in which the operation's own conditioning leaves nothing to compare.
+    unfit_patterns: Sequence[str] = ()
     # Numbers in the longest sum of a shape: rounding errors of a sum in float32 grow with its root.
     reduction_length: Callable[[Shape], int] = lambda shape: max(shape.values())
     # Where results are codes: the reference is then what they should stand for.

@@ -311,6 +311,12 @@ def _draw_uneven_targets(shape: Shape, dtype: torch.dtype, device: torch.device,
     return 2.0 * hidden, weight, torch.where(is_ignored, IGNORED, words)
 
 
+def _draw_no_targets(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """A batch of padding, or of a prompt alone: all tokens are ignored."""
+    hidden, weight, targets = _make_inputs(shape, dtype, device, seed)
+    return hidden, weight, torch.full_like(targets, IGNORED)
+
+
 def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
     tokens, width, vocab = shape["tokens"], shape["width"], shape["vocab"]
     factors = (tokens * width + vocab * width) * dtype.itemsize
@@ -339,7 +345,13 @@ LINEAR_CROSS_ENTROPY = register_kernel(
         ),
         odd_shapes=_sizes((1, 16, 33), (37, 24, 101), (130, 72, 1031), (257, 40, 4099)),
         count_work=_count_work,
-        structured_inputs={"one dominant class": _draw_dominant, "uneven targets": _draw_uneven_targets},
+        structured_inputs={
+            "one dominant class": _draw_dominant,
+            "uneven targets": _draw_uneven_targets,
+            "no targets": _draw_no_targets,
+        },
+        # Logits of a million: which of two is larger is then a matter of rounding.
+        unfit_patterns=("huge values",),
         error_bound=lambda dtype: (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps,
         gradients=(0, 1),
     )

@@ -57,5 +57,14 @@ def make_trial(first: Run, others: list[Run]) -> None:
     for run, identity in zip(others, identities, strict=True):
         facts = SessionFacts(group=first.run_id, addresses=(("127.0.0.1", 1),))  # replaced once the first one listens
         write_session(run, identity, allowed, facts)
+    mark_trial(first, others)
+
+
+def mark_trial(first: Run, others: list[Run]) -> None:
+    """Record in every launch of a trial that it is one, and in the owner's which runs belong to it.
+
+    Peers resolve `sync.aggregation = "auto"` from it: without the mark on all, they refuse each other's round plans.
+    """
+    for run in others:
         run.set_launch(**{**run.launch(), "is_trial": True})
     first.set_launch(**{**first.launch(), "is_trial": True, "trial": [run.path.name for run in others]})

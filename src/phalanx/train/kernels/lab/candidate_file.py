@@ -21,6 +21,7 @@ from phalanx.train.kernels.lab.candidate_process import ALLOWED_MODULES
 from phalanx.train.kernels.lab.candidate_server import RefusedError
 
 MOST_BYTES = 256 * 1024
+_RANKS = "a kernel computes the same whatever the rank, and is judged without ranks"
 FORBIDDEN_CALLS = ("__import__", "breakpoint", "compile", "eval", "exec", "input", "open")
 
 
@@ -81,5 +82,9 @@ def check_text(tree: ast.Module) -> None:
         for name in names:
             if name.partition(".")[0] not in ALLOWED_MODULES:
                 raise RefusedError("import", f"line {node.lineno}: imports {name}, which a kernel may not")  # type: ignore[attr-defined]
+            if name.startswith("torch.distributed"):
+                raise RefusedError("forbidden", f"line {node.lineno}: imports {name}: {_RANKS}")  # type: ignore[attr-defined]
+        if isinstance(node, ast.Attribute) and node.attr == "distributed":
+            raise RefusedError("forbidden", f"line {node.lineno}: asks for torch.distributed: {_RANKS}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
             raise RefusedError("forbidden", f"line {node.lineno}: calls {node.func.id}, which a kernel may not")

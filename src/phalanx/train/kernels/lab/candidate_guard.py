@@ -50,6 +50,7 @@ from phalanx.train.kernels.lab.trial_inputs import (
     draw_cases,
     draw_inputs,
     draw_output_gradients,
+    draw_uses,
     op_patterns,
     timed_shape,
 )
@@ -147,10 +148,11 @@ def judge_candidate(
     is_timed = timed and (gradients or not op.gradients)
     large = dict(shape) if shape else timed_shape(op, tried[0], torch.device(device))
     cases = draw_cases(op, tried, random_source, large=large, timed_dtype=tried[0] if is_timed else None)
+    uses = [batch for one in tried for batch in draw_uses(op, one, random_source, gradients=gradients)]
     batches = _timed_batches(op, large, tried[0], torch.device(device).type, random_source) if is_timed else []
     try:
         with trial:
-            worst, count = trial.judge_values(cases)
+            worst, count = trial.judge_values([*([case] for case in cases), *uses])
             timing = None
             if batches:
                 timing, worst_timed = trial.judge_time(batches, machine)
@@ -219,10 +221,10 @@ class _CandidateTrial:
 
     # ---- one process after the other ---------------------------------------------------------------------------------
 
-    def judge_values(self, cases: Sequence[KernelCase]) -> tuple[float, int]:
-        """Run all cases in one process, then compare; the worst error and the number of cases."""
-        answers = self._run_batches([[case] for case in cases], wanted=self.wanted)
-        return max(self._compare(one, self.wanted) for one in answers), len(answers)
+    def judge_values(self, batches: Sequence[Sequence[KernelCase]]) -> tuple[float, int]:
+        """Run all batches in one process, then compare; the worst error and the number of cases."""
+        answers = self._run_batches(batches)
+        return max(map(self._compare, answers)), sum(map(len, batches))
 
     def judge_time(
         self, batches: Sequence[Sequence[KernelCase]], machine: MachineLimits | None
@@ -230,8 +232,8 @@ class _CandidateTrial:
         """Time in two processes, and compare every timed result; the worst error of them."""
         half, case = len(batches) // 2, batches[0][0]
         limits = machine or measure_limits(self.device, case.dtype)
-        runs = [self._run_batches(part, wanted=self.wanted, timed=True) for part in (batches[:half], batches[half:])]
-        worst = max(self._compare(answer, self.wanted) for answers in runs for answer in answers)
+        runs = [self._run_batches(part, timed=True) for part in (batches[:half], batches[half:])]
+        worst = max(self._compare(answer) for answers in runs for answer in answers)
         work = self.op.count_work(case.shape, case.dtype)
         copying = COPY_ALLOWANCE * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
         handling = HANDLING_S / len(batches[0])
@@ -270,15 +272,13 @@ class _CandidateTrial:
         )
         return timing, worst
 
-    def _run_batches(
-        self, batches: Sequence[Sequence[KernelCase]], *, wanted: tuple[int, ...], timed: bool = False
-    ) -> list[_CandidateAnswer]:
-        self._make_arena(batches, wanted)
+    def _run_batches(self, batches: Sequence[Sequence[KernelCase]], *, timed: bool = False) -> list[_CandidateAnswer]:
+        self._make_arena(batches)
         if self.device.type == "cuda" and "triton" in self.source:
-            self._compile_kernels([case for batch in batches for case in batch[:1]], wanted)
+            self._compile_kernels([case for batch in batches for case in batch[:1]])
         process = self._start_process(compiling=False)
         try:
-            answers = [self._run_batch(process, batch, wanted=wanted, timed=timed) for batch in batches]
+            answers = [self._run_batch(process, batch, timed=timed) for batch in batches]
         except RefusedError as error:
             raise self._with_notes(error) from error
         finally:
@@ -307,19 +307,22 @@ class _CandidateTrial:
             raise self._with_notes(error) from error
         return process
 
-    def _compile_kernels(self, cases: Sequence[KernelCase], wanted: tuple[int, ...]) -> None:
+    def _compile_kernels(self, cases: Sequence[KernelCase]) -> None:
         """Triton's compiler runs programs and writes files: it gets a process of its own, inputs that are then thrown
         away, and one folder, which later processes only read."""
         if self._cache is None:
             self._cache = tempfile.TemporaryDirectory(prefix="phalanx-kernels-")
-        new = {f"{case.dtype} {sorted(case.shape.items())} {bool(wanted)}": case for case in cases}
+        new = {
+            f"{case.dtype} {sorted(case.shape.items())} {self._asked(case)} {case.unused} {case.turned}": case
+            for case in cases
+        }
         new = {key: case for key, case in new.items() if key not in self._compiled}
         if not new:
             return
         process = self._start_process(compiling=True)
         try:
             for case in new.values():
-                self._run_batch(process, [replace(case, seed=0, pattern=ORDINARY)], wanted=wanted, timed=False)
+                self._run_batch(process, [replace(case, seed=0, pattern=ORDINARY, kept_seed=None)], timed=False)
         finally:
             process.end()
         self._compiled |= set(new)
@@ -333,14 +336,19 @@ class _CandidateTrial:
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
-    def _make_arena(self, batches: Sequence[Sequence[KernelCase]], wanted: tuple[int, ...]) -> None:
+    def _asked(self, case: KernelCase) -> tuple[int, ...]:
+        """The inputs whose gradients are asked for in a case."""
+        return tuple(one for one in self.wanted if case.gradients_of is None or one in case.gradients_of)
+
+    def _make_arena(self, batches: Sequence[Sequence[KernelCase]]) -> None:
         """Memory for the largest batch."""
         most = 0
-        for batch in {str(sorted(one[0].shape.items())) + str(one[0].dtype): one for one in batches}.values():
+        by_size = {f"{sorted(one[0].shape.items())} {one[0].dtype} {len(one)}": one for one in batches}
+        for batch in by_size.values():
             end = HEADER_BYTES
             inputs = draw_inputs(self.op, batch[0], self.device)
             for _ in batch:
-                end = self._place_case(inputs, wanted, end).end
+                end = self._place_case(inputs, self.wanted, end).end
             most = max(most, end)
         if self._data.numel() >= most:
             return
@@ -363,13 +371,11 @@ class _CandidateTrial:
         parts = [[next(rest) for _ in part] for part in (given, kinds, back, asked)]
         return _CasePlaces(inputs=parts[0], outputs=parts[1], output_gradients=parts[2], gradients=parts[3], end=end)
 
-    def _run_batch(
-        self, process: CandidateProcess, batch: Sequence[KernelCase], *, wanted: tuple[int, ...], timed: bool
-    ) -> _CandidateAnswer:
+    def _run_batch(self, process: CandidateProcess, batch: Sequence[KernelCase], *, timed: bool) -> _CandidateAnswer:
         """Fill the arena, ask for one run of every case, and take everything out again."""
         rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
         process.pause()  # a thread that watches the arena must not begin before our clock does
-        end, placed, given = HEADER_BYTES, [], []
+        end, placed, given, wanted = HEADER_BYTES, [], [], self._asked(batch[0])
         for case in batch:
             inputs = draw_inputs(self.op, case, self.device)
             placed.append(self._place_case(inputs, wanted, end))
@@ -385,6 +391,9 @@ class _CandidateTrial:
         request: dict[str, Any] = {
             "do": "run",
             "poison": not timed,
+            "overlap": batch[0].overlap,
+            "unused": batch[0].unused,
+            "turned": batch[0].turned,
             "inputs": [[one.to_json() for one in places.inputs] for places in placed],
             "outputs": [[one.to_json() for one in places.outputs] for places in placed],
             "output_gradients": [[one.to_json() for one in places.output_gradients] for places in placed],
@@ -416,15 +425,18 @@ class _CandidateTrial:
             message_s=max(rounds),
         )
 
-    def _compare(self, answer: _CandidateAnswer, wanted: tuple[int, ...]) -> float:
+    def _compare(self, answer: _CandidateAnswer) -> float:
         """Compute the truth, now that the candidate's process is gone."""
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
+            wanted = self._asked(case)
             inputs = draw_inputs(self.op, case, self.device)
             back = _draw_gradients(case, inputs, self._place_case(inputs, wanted, 0).output_gradients)
             results = len(outputs) - len(wanted)
             numbers = [*self.op.decoded(tuple(outputs[:results]), inputs), *outputs[results:]]
             truth = find_truth(self.op, inputs, case.dtype, back, shape=case.shape)
+            count = len(truth) - (len(self.op.gradients) if back else 0)
+            truth = [*truth[:count], *(truth[count + self.op.gradients.index(place)] for place in wanted)]
             worst = max(worst, compare_values(numbers, truth, str(case)))
         return worst
 
@@ -448,7 +460,9 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
 
 
 def _draw_gradients(case: KernelCase, inputs: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    return draw_output_gradients(case, inputs, [(DTYPES[one.dtype], one.shape) for one in places])
+    found = draw_output_gradients(case, inputs, [(DTYPES[one.dtype], one.shape) for one in places])
+    # The truth has zeros where the candidate is given no gradient.
+    return [torch.zeros_like(one) if number == case.unused else one for number, one in enumerate(found)]
 
 
 def _type_name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ says: values are judged by the judge, from the arena.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -293,16 +294,25 @@ def _run_kernel(
             inputs[place].requires_grad_()
     places = [_read_places(part) for part in request["outputs"]]
     back = [[view_place(data, one).data for one in _read_places(part)] for part in request["output_gradients"]]
+    if request["turned"]:  # the same numbers with other strides: a sum's gradient has the stride 0
+        back = [
+            [one.transpose(-1, -2).contiguous().transpose(-1, -2) if one.dim() > 1 else one for one in part]
+            for part in back
+        ]
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
     with torch.set_grad_enabled(bool(wanted)):
         start = _clock()
         if begin is not None:
             begin.record()
-        returned = [
-            _call_kernel(kernel, inputs, outputs, given, wanted, data, at_once=request["poison"])
+        calls = [
+            _KernelCall(kernel, inputs, outputs, given, wanted, data, request)
             for inputs, outputs, given in zip(sets, places, back, strict=True)
         ]
+        if request["overlap"]:
+            for call in calls:
+                call.compute_results()
+        returned = [call.finish() for call in calls]
         if end is not None:
             end.record()
         seconds = _clock() - start
@@ -319,37 +329,71 @@ def _run_kernel(
     return {"seconds": seconds}
 
 
-def _call_kernel(
-    kernel: Callable[..., Any],
-    inputs: list[Tensor],
-    places: list[Place],
-    given: list[Tensor],
-    wanted: list[int],
-    data: Tensor,
-    *,
-    at_once: bool,
-) -> list[Tensor]:
-    """Results, then gradients of the wanted inputs; raises _BadResultError for what is not as it should be.
+class _KernelCall:
+    """One call of a kernel: its results, then the gradients of the wanted inputs.
 
-    `at_once` copies results before gradients: autograd waits for other streams, and would hide work left on one.
+    Results are copied before gradients where a run is checked: autograd waits for other streams, and would hide work
+    left on one. Where calls overlap, as those of a model's layers do, all results are computed before any gradient,
+    and none is copied before the last: a kernel may keep nothing where its next call puts something else.
     """
-    returned = kernel(*inputs)
-    outputs = returned if isinstance(returned, tuple) else (returned,)
-    _check_results(outputs, places, data, "result")
-    results = [one.detach().clone() for one in outputs] if at_once else list(outputs)
-    if not wanted:
-        return results
-    pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
-    if not pairs:
-        raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
-    sources = [inputs[place] for place in wanted]
-    found = torch.autograd.grad([one for one, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
-    kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
-    for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
-        if gradient is None:
-            raise _BadResultError(f"has no gradient for input {wanted[number]}")
-        _check_results((gradient,), [kind], data, "gradient", own_memory=False)
-    return [*results, *found]
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        inputs: list[Tensor],
+        places: list[Place],
+        given: list[Tensor],
+        wanted: list[int],
+        data: Tensor,
+        request: dict[str, Any],
+    ) -> None:
+        self._kernel, self._inputs, self._places, self._given = kernel, inputs, places, given
+        self._wanted, self._data = wanted, data
+        self._overlap, self._unused = request["overlap"], request["unused"]
+        self._at_once = request["poison"] and not self._overlap
+        self._outputs: tuple[Any, ...] = ()
+
+    def compute_results(self) -> None:
+        """Call the kernel; raises _BadResultError for what is not as it should be."""
+        returned = self._kernel(*self._inputs)
+        self._outputs = returned if isinstance(returned, tuple) else (returned,)
+        _check_results(self._outputs, self._places, self._data, "result")
+
+    def finish(self) -> list[Tensor]:
+        """Results, then gradients; raises _BadResultError for what is not as it should be."""
+        if not self._overlap:
+            self.compute_results()
+        outputs, wanted = self._outputs, self._wanted
+        results = [one.detach().clone() for one in outputs] if self._at_once else list(outputs)
+        if not wanted:
+            return results
+        pairs = [
+            (one, grad)
+            for number, (one, grad) in enumerate(zip(outputs, self._given, strict=True))
+            if one.requires_grad and number != self._unused
+        ]
+        if not pairs:
+            raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
+        sources = [self._inputs[place] for place in wanted]
+        found = self._differentiate(pairs, sources, again=False)
+        if self._overlap:  # of the same graph: a kernel may refuse, and may not answer with something else
+            with contextlib.suppress(RuntimeError):
+                found = self._differentiate(pairs, sources, again=True)
+        kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
+        for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
+            if gradient is None:
+                raise _BadResultError(f"has no gradient for input {wanted[number]}")
+            _check_results((gradient,), [kind], self._data, "gradient", own_memory=False)
+        return [*results, *found]
+
+    def _differentiate(self, pairs: list[tuple[Tensor, Tensor]], sources: list[Tensor], *, again: bool) -> list[Any]:
+        outputs, given = [one for one, _ in pairs], [grad for _, grad in pairs]
+        keep = self._overlap and not again
+        found = torch.autograd.grad(outputs, sources, given, allow_unused=True, retain_graph=keep)
+        if self._unused is None:
+            return list(found)
+        # An input that only the unused result depends on.
+        return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(sources, found, strict=True)]
 
 
 def _read_places(listed: list[Any]) -> list[Place]:

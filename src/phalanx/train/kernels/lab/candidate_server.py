@@ -149,6 +149,7 @@ class CandidateProcess:
     def __init__(self, server: CandidateServer, pid: int, link: socket.socket, limits: CandidateLimits) -> None:
         self._server, self._pid, self._link, self._limits = server, pid, link, limits
         self._deadline = time.monotonic() + limits.seconds
+        self._paused_at = 0.0  # while it stands still
         self._most_bytes = self._used_bytes() + limits.memory_bytes
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -197,9 +198,13 @@ class CandidateProcess:
         while self._state() not in ("T", "t", "Z", "X", ""):
             self._check_limits()
             time.sleep(0.0002)
+        self._paused_at = time.monotonic()
 
     def resume(self) -> None:
-        """Let it run on."""
+        """Let it run on; the time it stood still, in which inputs were drawn, does not count."""
+        if self._paused_at:
+            self._deadline += time.monotonic() - self._paused_at
+            self._paused_at = 0.0
         if self._pid:
             os.kill(self._pid, signal.SIGCONT)
 

@@ -24,6 +24,9 @@ BUILTIN_ALLOWANCE = 4.0  # times the largest error of the built-in in the same r
 # Multiples of the built-in's RMS error. A kernel that rounds an intermediate result three times more often than the
 # built-in loses twice as much over all rows, and up to four times as much in the worst row.
 RMS_MULTIPLE, ROW_MULTIPLE, QUANTILE_MULTIPLE = 3.0, 5.0, 3.0
+# Of the mean error in the direction of the truth, in the built-in's RMS errors: rounding toward zero has 1.2 in
+# bfloat16, a result that is 0.25 % too large 1.0, and all other rules allow both. They add up from layer to layer.
+BIAS_LIMIT, BIAS_SPREAD = 0.5, 4.0
 CODE_MULTIPLE = 2.0  # of codes: scales that are powers of two lose up to half more than others
 # An estimate from few values is uncertain: limits are wider by this over the root of their number.
 RMS_SPREAD, ROW_SPREAD = 3.0, 1.4
@@ -46,6 +49,7 @@ class ExactResult:
     rms_limit: float  # the same, root mean square over all rows
     column_limits: Tensor  # the same, root mean square over each column; empty where there are few rows
     quantile_limits: Sequence[tuple[float, float]]  # (quantile, multiple)
+    bias_limit: float = math.inf  # the same, of the mean error in the direction of the truth
 
 
 def find_truth(
@@ -74,9 +78,10 @@ def find_truth(
             allowed = allowed + op.format.steps[number] * true.abs().max()
         name = f"gradient of input {op.gradients[number - num_results]}" if is_gradient else f"result {number}"
         listed = [one[number] for one in errors if number < len(one)]
+        signed = _signed_error(builtin[0][number], true)
         for error in () if op.format else listed:
             allowed = torch.maximum(allowed, BUILTIN_ALLOWANCE * _row_largest(error))
-        found.append(_exact_result(name, true, allowed, listed, kinds[number], length))
+        found.append(_exact_result(name, true, allowed, listed, kinds[number], length, signed))
     return found
 
 
@@ -91,17 +96,18 @@ def error_ratio(value: Tensor, exact: ExactResult) -> tuple[float, str]:
         clause = f"holds not-a-number in {share:.1%} of its elements: not written, or read outside of inputs"
         return math.inf, clause
     # Where the truth itself is not finite there is nothing to compare.
-    error = torch.where(torch.isfinite(exact.value), (wide - exact.value).abs(), 0.0)
+    signed = torch.where(torch.isfinite(exact.value), wide - exact.value, 0.0)
+    error = signed.abs()
     ratio = float((error / exact.allowed.clamp(min=torch.finfo(torch.float32).tiny)).max())
     if ratio > 1.0:
         share = float((error > exact.allowed).float().mean())
         return ratio, f"is off by {ratio:.3g} times the error bound, in {share:.1%} of its elements"
-    return max(((ratio, ""), *_compare_distributions(error, exact)), key=lambda pair: pair[0])
+    return max(((ratio, ""), *_compare_distributions(signed, exact)), key=lambda pair: pair[0])
 
 
-def _compare_distributions(error: Tensor, exact: ExactResult) -> list[tuple[float, str]]:
+def _compare_distributions(signed: Tensor, exact: ExactResult) -> list[tuple[float, str]]:
     """The rules by the built-in's own error: (ratio to the limit, clause)."""
-    relative = _relative_error(as_rows(error), exact.row_errors)
+    relative = _relative_error(as_rows(signed.abs()), exact.row_errors)
     by_row = _rms(relative, -1)
     row = int(by_row.argmax())
     over = "times the error of PyTorch's own on the same inputs"
@@ -115,6 +121,10 @@ def _compare_distributions(error: Tensor, exact: ExactResult) -> list[tuple[floa
         multiple, limit = float(excess[column] * exact.column_limits[column]), float(exact.column_limits[column])
         clause = f"has {multiple:.3g} {over} in column {column:,}, {limit:.3g} is allowed"
         found.append((float(excess[column]), clause))
+    bias = _mean_bias(signed, exact.value, exact.row_errors)
+    is_small = "too small" if bias < 0 else "too large"
+    clause = f"is {is_small} on average by {abs(bias):.3g} {over}, {exact.bias_limit:.3g} is allowed"
+    found.append((abs(bias) / exact.bias_limit, clause))
     for quantile, multiple in exact.quantile_limits:
         beyond = float((relative > multiple).float().mean())
         # As a ratio of shares: 1 where exactly as many values as may be lie beyond the limit.
@@ -134,7 +144,13 @@ def as_rows(values: Tensor) -> Tensor:
 
 
 def _exact_result(
-    name: str, true: Tensor, allowed: Tensor, errors: Sequence[Tensor], kind: torch.dtype | None, length: int
+    name: str,
+    true: Tensor,
+    allowed: Tensor,
+    errors: Sequence[Tensor],
+    kind: torch.dtype | None,
+    length: int,
+    signed: Tensor,
 ) -> ExactResult:
     """Limits from the built-in's errors on these inputs, and on more draws where there are any."""
     rows = as_rows(torch.where(torch.isfinite(true), true, 0.0))
@@ -158,6 +174,10 @@ def _exact_result(
         # A few outliers may be all that counts in a column: their errors grow with their size.
         expected = torch.maximum(_rms(relative, 0), _rms(_relative_error(rows, sizes[:, None]), 0)).clamp(min=1.0)
         columns = ROW_MULTIPLE * (1 + ROW_SPREAD / math.sqrt(len(rows))) * expected
+    bias = math.inf  # errors of one row may share the rounding of a factor: rows are what is independent
+    if len(rows) >= SHORT_ROW and rows.numel() >= MIN_QUANTILE_VALUES:
+        own = abs(_mean_bias(signed, true, row_errors))
+        bias = BIAS_LIMIT + BIAS_SPREAD / math.sqrt(len(rows)) + own
     quantiles = []
     if rows.numel() >= MIN_QUANTILE_VALUES:
         sampled = relative.flatten()[:: -(-relative.numel() // MAX_SAMPLED_VALUES)].sort().values
@@ -173,6 +193,7 @@ def _exact_result(
         rms_limit=(RMS_MULTIPLE if kind is not None else CODE_MULTIPLE) * (1 + RMS_SPREAD / math.sqrt(rows.numel())),
         column_limits=columns,
         quantile_limits=tuple(quantiles),
+        bias_limit=bias,
     )
 
 
@@ -180,6 +201,12 @@ def _relative_error(rows: Tensor, row_errors: Tensor) -> Tensor:
     """Errors in multiples of what is expected in their row; a row without any truth must have no error."""
     tiny = torch.finfo(torch.float32).tiny
     return rows / row_errors.clamp(min=tiny)
+
+
+def _mean_bias(signed: Tensor, true: Tensor, row_errors: Tensor) -> float:
+    """The mean error in the direction of the truth: above zero, where values are too large."""
+    toward = torch.where(torch.isfinite(true), signed * true.sign(), 0.0)
+    return float(_relative_error(as_rows(toward), row_errors).mean())
 
 
 def _rms(values: Tensor, dim: int) -> Tensor:
@@ -194,7 +221,11 @@ def _row_largest(values: Tensor) -> Tensor:
 
 def _finite_error(value: Tensor, true: Tensor) -> Tensor:
     """|value - true|, zero where either is not finite: an overflow of the built-in widens no limit."""
-    return torch.where(torch.isfinite(true) & torch.isfinite(value), (value - true).abs(), 0.0)
+    return _signed_error(value, true).abs()
+
+
+def _signed_error(value: Tensor, true: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(true) & torch.isfinite(value), value - true, 0.0)
 
 
 # ---- the built-in and the reference ----------------------------------------------------------------------------------

@@ -87,8 +87,10 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
     count_exits, function_modes = atexit._ncallbacks, torch._C._len_torch_function_stack
     dispatch_modes, dump = torch._C._len_torch_dispatch_stack, torch._C._dispatch_dump
     exits, num_items = count_exits(), len
+    read_settings, equal = _settings_reader(), torch.equal
+    settings_before, random_before, read_random = read_settings(), torch.get_rng_state(), torch.get_rng_state
     operators = {name: dump(name) for name in _COPYING}
-    as_tuple, number, collect_is_on = tuple, enumerate, gc.isenabled
+    as_tuple, number, collect_is_on, pairs = tuple, enumerate, gc.isenabled, zip
 
     def changed() -> str:
         for name, now, before in spaces:
@@ -113,6 +115,11 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
             return "started a thread"
         if function_modes() or dispatch_modes():
             return "left a mode of torch switched on"
+        for (name, value), (_, value_before) in pairs(read_settings(), settings_before):
+            if value != value_before:
+                return f"changed {name}, which the whole program shares"
+        if not equal(read_random(), random_before):
+            return "changed the state of the random number generator, which the whole program shares"
         if not collect_is_on():
             return "switched the garbage collector off"
         for name, value in operators.items():
@@ -121,6 +128,26 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
         return ""
 
     return changed
+
+
+def _settings_reader() -> Callable[[], list[tuple[str, Any]]]:
+    """A function that reads torch's settings for the whole process: what a kernel sets there, other code runs with."""
+    smallest = torch.tensor([1e-42])  # not zero, unless small numbers are flushed
+    readers: list[tuple[str, Callable[[], Any]]] = [
+        ("torch.get_default_dtype()", torch.get_default_dtype),
+        ("torch.get_num_threads()", torch.get_num_threads),
+        ("torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision),
+        ("torch.is_autocast_enabled()", torch._C.is_autocast_enabled),
+        ("torch.backends.cudnn.allow_tf32", torch._C._get_cudnn_allow_tf32),
+        ("torch.backends.cudnn.benchmark", torch._C._get_cudnn_benchmark),
+        ("torch.set_flush_denormal()", lambda: bool((smallest * 1.0 == 0.0).any())),
+        ("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled),
+    ]
+
+    def read_settings() -> list[tuple[str, Any]]:
+        return [(name, read()) for name, read in readers]
+
+    return read_settings
 
 
 def is_candidates_call(candidate_file: str, depth: int) -> bool:

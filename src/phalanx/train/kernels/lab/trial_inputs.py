@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from phalanx.units import MB
 # Patterns of values, by the words that a refusal names them with.
 ORDINARY, WIDE = "ordinary values", "wide range of values"
 CORRELATED, LARGE_MEANS = "correlated columns", "large means"
+ZEROS, TINY, HUGE = "zeros and equal numbers", "tiny values", "huge values"
 WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
+TINY_POWER, HUGE_POWER = -14, 20  # of two: gradients of a large model, and the few activations that dwarf all others
+ZERO_ROWS, ZERO_ELEMENTS = 0.2, 0.25  # shares: padding, and what dropout or a rectifier leaves
 # On a CPU, of the shape that is timed: enough to leave the caches, little enough for a float64 truth in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
 # Of a shape with one size of a real model: many of them are tried.
@@ -39,16 +42,33 @@ class KernelCase:
     pattern: str = ORDINARY
     poison: int = 0xFF
     timed: bool = False
+    gradients_of: tuple[int, ...] | None = None  # inputs, by place, whose gradients are asked for; None: all
+    unused: int | None = None  # a result that the loss does not depend on
+    overlap: bool = False  # all results of its batch are computed before any gradient
+    turned: bool = False  # gradients of results lie in memory column by column, as autograd may give them
+    kept_seed: int | None = None  # the ends of every input, and half of its values, are those of this seed
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.shape.items())
-        timed = ", timed run" if self.timed else ""
-        return f"{str(self.dtype).removeprefix('torch.')}, {sizes}, {self.pattern}{timed}"
+        notes = ", timed run" if self.timed else ""
+        if self.gradients_of is not None:
+            listed = ", ".join(map(str, self.gradients_of))
+            notes += f", gradients of input {listed} only" if listed else ", without gradients"
+        if self.unused is not None:
+            notes += f", result {self.unused} unused"
+        if self.overlap:
+            notes += ", overlapping calls"
+        if self.turned:
+            notes += ", gradients by columns"
+        if self.kept_seed is not None:
+            notes += ", half of the values as in the call before"
+        return f"{str(self.dtype).removeprefix('torch.')}, {sizes}, {self.pattern}{notes}"
 
 
 def op_patterns(op: KernelOp) -> list[str]:
     """The patterns of values that an operation is tried on, ordinary ones first."""
-    return [ORDINARY, WIDE, CORRELATED, LARGE_MEANS, *op.structured_inputs]
+    general = [one for one in _PATTERNS if one not in op.unfit_patterns]
+    return [ORDINARY, *general, *op.structured_inputs]
 
 
 def draw_cases(
@@ -79,12 +99,37 @@ def draw_cases(
         for shape in small:
             add(shape, dtype, ORDINARY)
             add(shape, dtype, next(endless))
+            add(shape, dtype, next(endless))
         for shape in stretched_shapes(op, dtype, random_source):
             add(shape, dtype, next(endless))
         if dtype != timed_dtype:
             for _ in range(min(LARGE_CASES, len(structured))):
                 add(large, dtype, next(endless))
     return cases
+
+
+def draw_uses(
+    op: KernelOp, dtype: torch.dtype, random_source: random.Random, *, gradients: bool
+) -> list[list[KernelCase]]:
+    """Batches that use a kernel as a model does, in the ways that one call after the other does not show."""
+    shape = dict(op.odd_shapes[min(2, len(op.odd_shapes) - 1)])
+
+    def draw(**options: Any) -> KernelCase:
+        return KernelCase(shape=shape, dtype=dtype, seed=random_source.getrandbits(31), **options)
+
+    first = draw()
+    batches = [[first], [draw(kept_seed=first.seed)], [draw(overlap=True), draw(overlap=True)]]
+    if not (gradients and op.gradients):
+        return batches
+    batches += [[draw(gradients_of=())], [draw(turned=True)]]
+    if len(op.gradients) > 1:
+        batches += [[draw(gradients_of=(place,))] for place in op.gradients]
+    inputs = draw_inputs(op, first, torch.device("cpu"))
+    with torch.no_grad():
+        num_results = len(op.plain(*inputs))
+    if num_results > 1:
+        batches += [[draw(unused=number)] for number in range(num_results)]
+    return batches
 
 
 def stretched_shapes(op: KernelOp, dtype: torch.dtype, random_source: random.Random) -> list[dict[str, int]]:
@@ -158,6 +203,11 @@ def check_shape(op: KernelOp, shape: Shape) -> None:
 
 def draw_inputs(op: KernelOp, case: KernelCase, device: torch.device) -> tuple[Tensor, ...]:
     """The inputs of a case, drawn in the judge's process."""
+    if case.kept_seed is not None:
+        kept = draw_inputs(op, replace(case, seed=case.kept_seed, kept_seed=None), device)
+        new = draw_inputs(op, replace(case, kept_seed=None), device)
+        mixed = torch.Generator(device).manual_seed(case.seed ^ 0x4A1F)
+        return tuple(_keep_half(*pair, mixed) for pair in zip(kept, new, strict=True))
     if case.pattern in op.structured_inputs:
         inputs = op.structured_inputs[case.pattern](case.shape, case.dtype, device, case.seed)
         return tuple(one.contiguous() for one in inputs)
@@ -169,6 +219,8 @@ def draw_inputs(op: KernelOp, case: KernelCase, device: torch.device) -> tuple[T
     tables = [place for place, one in enumerate(inputs) if _is_table(one)]
     return tuple(
         (changes(one, source, is_first=place == tables[0]) if place in tables else one).contiguous()
+        if case.pattern != ZEROS or place in tables or not tables or not _is_vector(one)
+        else one[:1].expand_as(one).contiguous()
         for place, one in enumerate(inputs)
     )
 
@@ -199,6 +251,19 @@ def draw_output_gradients(
 def _is_table(values: Tensor) -> bool:
     """Whole numbers, codes and vectors stay as they are: permutations, scales, second moments."""
     return values.is_floating_point() and values.dim() >= 2 and values.dtype.itemsize >= 2
+
+
+def _is_vector(values: Tensor) -> bool:
+    return values.is_floating_point() and values.dim() == 1
+
+
+def _keep_half(kept: Tensor, new: Tensor, source: torch.Generator) -> Tensor:
+    """`new` with half of its numbers and both ends from `kept`; whole numbers are new, a permutation is one whole."""
+    if not new.is_floating_point() or not new.dim():
+        return new
+    is_kept = torch.rand(new.shape, generator=source, device=new.device) < 0.5
+    is_kept[0], is_kept[-1] = True, True
+    return torch.where(is_kept, kept, new)
 
 
 def _row_rms(values: Tensor) -> Tensor:
@@ -237,10 +302,37 @@ def _shift_means(values: Tensor, source: torch.Generator, *, is_first: bool) -> 
     return (wide + 4.0 * _row_rms(wide)).to(values.dtype)
 
 
+def _plant_zeros(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Rows that are zero in all inputs, at least one of several, and zeros elsewhere."""
+    del is_first
+    device = values.device
+    same_rows = torch.Generator(device).manual_seed(source.initial_seed())
+    is_empty = torch.rand((*values.shape[:-1], 1), generator=same_rows, device=device) < ZERO_ROWS
+    if is_empty.numel() > 1:
+        is_empty.view(-1)[int(torch.randint(0, is_empty.numel(), (1,), generator=same_rows, device=device))] = True
+    is_zero = torch.rand(values.shape, generator=source, device=device) < ZERO_ELEMENTS
+    return values.masked_fill(is_empty | is_zero, 0.0)
+
+
+def _shrink_values(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Values so small that their squares count little."""
+    del source, is_first
+    return values * 2.0**TINY_POWER
+
+
+def _grow_first(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Values beyond what float16 holds; of the first input, or products would overflow."""
+    del source
+    return values * 2.0**HUGE_POWER if is_first else values
+
+
 _PATTERNS: Mapping[str, Callable[..., Tensor]] = {
     WIDE: _spread_values,
     CORRELATED: _correlate_columns,
     LARGE_MEANS: _shift_means,
+    ZEROS: _plant_zeros,
+    TINY: _shrink_values,
+    HUGE: _grow_first,
 }
 
 
