@@ -42,7 +42,6 @@ class Problem:
         head = f"{place}: {self.what}" if self.where else self.what
         parts = [head, *(f"  {line}" for line in (self.why, self.fix) if line)]
         # Further lines of a part are indented, so that none of them looks like a separate message.
-
         return "\n".join(_FURTHER.sub("\n  ", visible(part)) for part in parts)
 
 

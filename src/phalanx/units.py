@@ -31,7 +31,7 @@ def parse_count(text: str) -> float:
 
 @cache
 def all_divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors in order; for numbers above 1e10 only those with a cofactor below 1e5.
+    """Return the divisors in order; above 1e10 only those up to 1e5 and their cofactors.
 
     >>> all_divisors(12)
     (1, 2, 3, 4, 6, 12)

@@ -30,7 +30,7 @@ class ExportedExamples(PublicResult):
 
 
 def export(archive: str | Path, out: str | Path) -> ExportedExamples:
-    """Write every evaluation of an archive as an example: problem, attempt with its parents, measurement.
+    """Write every evaluation of an archive as an example: problem, attempt and its parent, measurement.
 
     >>> phalanx.evolve.export("runs/evolve-plans.jsonl", "examples.jsonl").examples  # doctest: +SKIP
     2000

@@ -118,7 +118,7 @@ def _listens(run: Run, *, since_s: float) -> bool:
 
 
 def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
-    """Train all peers of a job on this machine; `first` has the allowlist and its run is returned."""
+    """Train all peers of a job on this machine; `first` is the owner, and its run is returned."""
     return run_processes([first, *others], plan, allow_code=allow_code, tell=tell)
 
 

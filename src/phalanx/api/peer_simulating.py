@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PeersSimulation(PublicResult):
-    """The forecast for sites on slow links whose peers come and go: the tokens they still train on."""
+    """The forecast of goodput, tokens and cost for sites on slow links whose peers come and go."""
 
     plan: Plan
     policy: ChurnPolicy

@@ -75,8 +75,7 @@ def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Pa
     folder that relative file names of the job refer to.
     """
     checkpoint, fault = at(job, "checkpoint"), at(job, "fault")
-    # The sliding window is not trained yet (plan/trainable.py), and drill records of 0.6 do not contain it.
-
+    # No training depends on the sliding window (plan/trainable.py), and drill records of 0.6 do not contain it.
     model = {key: value for key, value in at(job, "model").items() if key != "sliding_window"}
     parts = {
         "name": job.get("name"),
