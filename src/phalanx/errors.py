@@ -21,7 +21,7 @@ from phalanx.io.visible import one_line, visible
 MAX_WHERE = 1000
 # Problems in one message: more are not read, and a hostile file has a million.
 MOST_SHOWN = 100
-# a line break before an unindented line; a part of a message may be rendered already
+# A line break before an unindented line; a part of a message may be rendered already.
 _FURTHER = re.compile(r"\n(?!  )")
 
 

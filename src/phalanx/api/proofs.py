@@ -106,7 +106,7 @@ def verify(
     from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
-    # a plan is final; how many ranks share a GPU here is not part of it
+    # A plan is final; how many ranks share a GPU here is not part of it.
     sharing = ranks_per_gpu if plan is None else None
     proof_plan = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
     from phalanx.train.models.support import refuse_untrainable

@@ -137,7 +137,7 @@ def launch_group(
         runs=folder.runs,
         dry_run=dry_run,
         share_hosts=True,  # each uses one device
-        # the folder that contains --out, so that the dataset fits next to it
+        # The folder that contains --out, so that the dataset fits next to it.
         volume=folder.runs.absolute().parent.parent,
         before_submit=keep_folders,
         # Warnings of the training specification for each of many small runs are noise.

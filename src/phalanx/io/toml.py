@@ -150,7 +150,7 @@ class _Scanner:
     starts: list[int]  # offsets of the first characters of lines 2, 3, …
     at: int = 0
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    # for each array of tables, the index of its newest element
+    # For each array of tables, the index of its newest element.
     elements: dict[KeyPath, int] = field(default_factory=dict)
 
     def document(self) -> None:

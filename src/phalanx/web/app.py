@@ -72,7 +72,7 @@ async def _serve_file(path: Path | None, request: Request) -> Response:
         return _empty_response()
     body = await to_thread.run_sync(path.read_bytes)
     tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
-    # revalidated by the browser each time, so that an upgrade shows immediately
+    # Revalidated by the browser each time, so that an upgrade shows immediately.
     headers = {"etag": tag, "cache-control": "no-cache"}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)

@@ -88,7 +88,7 @@ class AnswerMemo:
                 self._changed.wait(remaining_s)
             self._answers.move_to_end(key)
         if answer.error is not None:
-            # otherwise every raise would extend the traceback of the same exception
+            # Otherwise every raise would extend the traceback of the same exception.
             raise answer.error.with_traceback(None)
         return answer.value
 

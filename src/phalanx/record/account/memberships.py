@@ -100,7 +100,7 @@ def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) 
         for event in starts(rank):
             generation = integer(event, "epoch")
             if generation in memberships and memberships[generation].witness == rank:
-                # the step of an older checkpoint, if a damaged one was skipped
+                # The step of an older checkpoint, if a damaged one was skipped.
                 memberships[generation].from_step = integer(event, "step")
     return list(memberships.values())
 
@@ -136,7 +136,7 @@ def merged_marks(run: Run, known: Sequence[RecordedMembership], lines: MarkReade
         _rank_marks(run, rank, known, numbers, lines) for rank in sorted({membership.witness for membership in known})
     ]
     supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
-    # at equal times, ranks before the coordinator's `end`
+    # At equal times, ranks before the coordinator's `end`.
     return heapq.merge(*files, supervisor, key=lambda mark: mark[0])
 
 

@@ -288,7 +288,7 @@ def newest_in_tails(tails: Sequence[bytes]) -> NDArray[np.void]:
 def _read_tail(path: str) -> bytes:
     """Return the last records of an index."""
     try:
-        # like `open_regular`, but faster
+        # Like `open_regular`, but faster.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return b""

@@ -395,7 +395,7 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
     if s.checkpoints:
         size = f"{format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
-        # not recorded before 0.7
+        # Not recorded before 0.7.
         size = f"{format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size
         took = f"written in {format_seconds(s.checkpoint_s)}" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
