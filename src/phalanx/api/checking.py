@@ -62,7 +62,7 @@ def check(
     gives a table. Raises UserError if the target cannot be checked.
 
     >>> report = check("examples/llama-3-8b-64xH100.toml", select="BAT")
-    >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
+    >>> {finding.rule.group for finding in report.findings if finding.rule.id != "SPC001"}
     {'BAT'}
     """
     from phalanx.rules.foreign.detect import trainer_of_file
@@ -405,7 +405,7 @@ def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSou
     `select` is as in `check`, `profile` limits them to a hardware profile, `own` adds other rules.
 
     >>> import phalanx
-    >>> [one.id for one in phalanx.rules("CKP").rules][:3]
+    >>> [rule.id for rule in phalanx.rules("CKP").rules][:3]
     ['CKP001', 'CKP002', 'CKP003']
     """
     from phalanx.rules.edition import select_rules as select_rules

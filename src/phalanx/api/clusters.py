@@ -122,7 +122,7 @@ class AcceleratorList(PublicResult):
 def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
     """Return the accelerators that Phalanx knows, and those in the `hardware` files.
 
-    >>> [one.name for one in accelerators().accelerators if "H100" in one.name][:2]
+    >>> [device.name for device in accelerators().accelerators if "H100" in device.name][:2]
     ['H100-80GB-SXM', 'H100-96GB-500W']
     """
     known = known_accelerators(files=tuple(Path(name) for name in hardware))

@@ -1,7 +1,7 @@
 """Datasets: build one from text, show its contents, and compare its files with the digests in its manifest.
 
->>> made = phalanx.data.build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
->>> made.sizes()["train"]["tokens"]  # doctest: +SKIP
+>>> dataset = phalanx.data.build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
+>>> dataset.sizes()["train"]["tokens"]  # doctest: +SKIP
 1200000
 """
 
@@ -32,8 +32,8 @@ Count = int | str  # 8192 or "8k"
 class Dataset(PublicResult):
     """A dataset folder and its manifest.
 
-    >>> found = phalanx.data.show("data/tokens")  # doctest: +SKIP
-    >>> found.manifest.vocab  # doctest: +SKIP
+    >>> dataset = phalanx.data.show("data/tokens")  # doctest: +SKIP
+    >>> dataset.manifest.vocab  # doctest: +SKIP
     50257
     """
 

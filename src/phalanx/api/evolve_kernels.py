@@ -35,8 +35,8 @@ MOST_JUDGED = 3
 class EvolvedKernels(PublicResult):
     """A search over kernels; `write` saves the fastest as a candidate file.
 
-    >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
-    >>> found.light_share  # doctest: +SKIP
+    >>> search = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
+    >>> search.light_share  # doctest: +SKIP
     """
 
     op: str
@@ -120,8 +120,8 @@ def kernels(
     processes; only with such an evaluator may a `proposer` write its own sources. Raises UserError for a device that
     is missing and for an archive of another operation, shape or device.
 
-    >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
-    >>> found.write("fastest.py")  # doctest: +SKIP
+    >>> search = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
+    >>> search.write("fastest.py")  # doctest: +SKIP
     """
     if op not in OPS:
         raise mistake(WHERE, f'there are no templates of "{op[:40]}"', fix=f"use {', '.join(OPS)}")

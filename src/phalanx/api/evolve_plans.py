@@ -46,8 +46,8 @@ class PlanAnswer:
 class EvolvedPlans(PublicResult):
     """A search over plans, and its answers.
 
-    >>> found = phalanx.evolve.plans("job.toml", evaluations=2000)  # doctest: +SKIP
-    >>> found.answers[0].layout  # doctest: +SKIP
+    >>> result = phalanx.evolve.plans("job.toml", evaluations=2000)  # doctest: +SKIP
+    >>> result.answers[0].layout  # doctest: +SKIP
     """
 
     job: str
@@ -119,8 +119,8 @@ def plans(
     during the search. Raises UserError for an archive of another problem.
 
     >>> import phalanx
-    >>> found = phalanx.evolve.plans("examples/llama-3-8b-64xH100.toml", "8xH100:2", evaluations=50)
-    >>> len(found.answers), found.search.archive.best() is not None
+    >>> result = phalanx.evolve.plans("examples/llama-3-8b-64xH100.toml", "8xH100:2", evaluations=50)
+    >>> len(result.answers), result.search.archive.best() is not None
     (9, True)
     """
     from phalanx.evolve.plan_problem import INNER_STEPS, PlanProblem

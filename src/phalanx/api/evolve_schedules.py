@@ -44,8 +44,8 @@ class ScheduleRow:
 class EvolvedSchedules(PublicResult):
     """A search over pipeline orders, compared with the known schedules; `write` saves the best one for a job.
 
-    >>> found = phalanx.evolve.schedules(stages=4, micro_batches=8, evaluations=300)  # doctest: +SKIP
-    >>> found.best.orders  # doctest: +SKIP
+    >>> search = phalanx.evolve.schedules(stages=4, micro_batches=8, evaluations=300)  # doctest: +SKIP
+    >>> search.best.orders  # doctest: +SKIP
     """
 
     times: StageTimes
@@ -141,8 +141,8 @@ def schedules(
     Raises UserError for an archive of another pipeline.
 
     >>> import phalanx
-    >>> found = phalanx.evolve.schedules(stages=2, micro_batches=4, evaluations=60)
-    >>> found.best.step <= min(row.step for row in found.rows)
+    >>> search = phalanx.evolve.schedules(stages=2, micro_batches=4, evaluations=60)
+    >>> search.best.step <= min(row.step for row in search.rows)
     True
     """
     from phalanx.evolve.schedule_problem import ScheduleProblem

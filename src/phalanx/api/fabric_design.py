@@ -117,8 +117,8 @@ def design(
     With `job` the numbers are those of its cluster, and its step is simulated on the cheapest design of each kind.
     `gpu_hour_usd`, `kwh_usd`, `years` and `recovery_s` weigh the choice. `top` of each oversubscription are printed.
 
-    >>> found = design(4096, nic_gbps=400)
-    >>> found.pick.hosts >= 4096
+    >>> designs = design(4096, nic_gbps=400)
+    >>> designs.pick.hosts >= 4096
     True
     """
     from phalanx.network.fabric.design import DesignRequest, design_fabrics

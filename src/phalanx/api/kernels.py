@@ -49,7 +49,7 @@ class KernelEntry:
 class KernelCatalogue(PublicResult):
     """Every operation with Phalanx kernels.
 
-    >>> [one.name for one in phalanx.kernels.operations().entries]  # doctest: +SKIP
+    >>> [entry.name for entry in phalanx.kernels.operations().entries]  # doctest: +SKIP
     """
 
     entries: tuple[KernelEntry, ...]

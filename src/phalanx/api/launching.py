@@ -164,8 +164,8 @@ def launch(
 def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = False) -> QueueTable:
     """Return launched jobs with their states: all, those of one `group`, or of one system `on`.
 
-    >>> for one in queue(on="slurm").jobs:  # doctest: +SKIP
-    ...     print(one.id, one.state)
+    >>> for job in queue(on="slurm").jobs:  # doctest: +SKIP
+    ...     print(job.id, job.state)
     """
     from phalanx.errors import PhalanxError
     from phalanx.launch.book import read_records

@@ -53,8 +53,8 @@ def plan(
     Raises UserError if no layout fits and, unless `allow_unfinishable`, for a run that would never finish.
 
     >>> import phalanx
-    >>> made = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
-    >>> made.layout.devices, made.memory.total_bytes < made.memory.usable_bytes
+    >>> plan = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
+    >>> plan.layout.devices, plan.memory.total_bytes < plan.memory.usable_bytes
     (32, True)
     """
     tell = teller(progress)
@@ -120,8 +120,8 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanCompa
 
     >>> import phalanx
     >>> plans = [phalanx.plan("examples/llama-3-8b-64xH100.toml", cluster) for cluster in ("8xH100:4", "8xH100:8")]
-    >>> found = compare_plans(plans, ["4 hosts", "8 hosts"])
-    >>> found.names
+    >>> comparison = compare_plans(plans, ["4 hosts", "8 hosts"])
+    >>> comparison.names
     ('4 hosts', '8 hosts')
     """
     from phalanx.plan.text import compare_plans

@@ -75,8 +75,8 @@ def simulate_queue(
     cluster. `policy` is fifo, easy, conservative, or a .toml file; `overrides` set single keys of it, such as
     `["preemption=true"]`. Node failures follow the cluster's rate; the same seed gives the same result.
 
-    >>> found = simulate_queue("synthetic", "8xH100:16", jobs=20, days=1, policy="fifo")
-    >>> found.report.finished
+    >>> simulation = simulate_queue("synthetic", "8xH100:16", jobs=20, days=1, policy="fifo")
+    >>> simulation.report.finished
     20
     """
     from phalanx.sim.queue.queue_policy import read_policy

@@ -34,8 +34,8 @@ def run(path: AnyRun) -> Run:
 
     Raises UserError if the folder is not a run, with the name of a similar folder that is.
 
-    >>> found = run("runs/first-run")  # doctest: +SKIP
-    >>> found.frame("loss", "tokens_per_s")  # doctest: +SKIP
+    >>> first_run = run("runs/first-run")  # doctest: +SKIP
+    >>> first_run.frame("loss", "tokens_per_s")  # doctest: +SKIP
     """
     return path if isinstance(path, Run) else open_run(path)
 
@@ -121,8 +121,8 @@ def _cell_text(value: object) -> str:
 def runs(folder: str | Path = "runs") -> RunList:
     """Return the runs of a folder, newest first.
 
-    >>> for one in runs("runs"):  # doctest: +SKIP
-    ...     print(one.name, one.status()["state"])
+    >>> for run in runs("runs"):  # doctest: +SKIP
+    ...     print(run.name, run.status()["state"])
     """
     root = Path(folder)
     if not is_folder(root):
@@ -198,8 +198,8 @@ class ReportPage(PublicResult):
 def report(path: AnyRun) -> ReportPage:
     """Read the report of a run, in whatever state the run is.
 
-    >>> found = report("runs/first-run")  # doctest: +SKIP
-    >>> found.summary.steps  # doctest: +SKIP
+    >>> page = report("runs/first-run")  # doctest: +SKIP
+    >>> page.summary.steps  # doctest: +SKIP
     100
     """
     from phalanx.record.report.run_report import read_run_report
@@ -249,8 +249,8 @@ def diff(
 
     Measured numbers that differ by less than the share `within` count as equal.
 
-    >>> found = diff("examples/drill.toml", "examples/first-run.toml")
-    >>> found.exit_code
+    >>> difference = diff("examples/drill.toml", "examples/first-run.toml")
+    >>> difference.exit_code
     1
     """
     from phalanx.record.report.diff import compare_sides, of_runs

@@ -47,8 +47,8 @@ COUNTING = "N all parameters, embedding and head included; C = 6·N·D"
 class Sweep(PublicResult):
     """A grid of runs and their outcomes; `table` is the file for `phalanx scale fit`.
 
-    >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14", dry_run=True)  # doctest: +SKIP
-    >>> len(made.outcomes), made.predicted_usd  # doctest: +SKIP
+    >>> result = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14", dry_run=True)  # doctest: +SKIP
+    >>> len(result.outcomes), result.predicted_usd  # doctest: +SKIP
     """
 
     folder: str
@@ -208,8 +208,8 @@ def sweep(
     `on="slurm"` or "k8s" submits them there as one group instead, to partition or queue `queue`; a repeated call
     collects the runs that have ended.
 
-    >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
-    >>> law = phalanx.scale.fit(made.table)  # doctest: +SKIP
+    >>> result = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
+    >>> law = phalanx.scale.fit(result.table)  # doctest: +SKIP
     """
     tell = teller(progress)
     resolved = read_job(job, overrides, where=WHERE)

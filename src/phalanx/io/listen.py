@@ -51,7 +51,7 @@ def parse_address(text: str, *, where: str = "--listen") -> Address:
 def is_loopback_host(host: str) -> bool:
     """Return True if a host is a loopback address or localhost, which only this machine reaches; no DNS lookup.
 
-    >>> [is_loopback_host(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1", "node7")]
+    >>> [is_loopback_host(host) for host in ("127.0.0.2", "::1", "localhost", "10.0.0.1", "node7")]
     [True, True, True, False, False]
     """
     return host in LOOPBACK_NAMES or (_is_literal(host) and _is_loopback(host))

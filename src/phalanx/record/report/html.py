@@ -186,14 +186,14 @@ def report_figures(report: RunReport) -> str:
             report,
             "Tokens per second",
             "",
-            [_curve_line(curves, "tokens_per_s"), _planned_line(s.layouts, lambda one: one.tokens_per_s)],
+            [_curve_line(curves, "tokens_per_s"), _planned_line(s.layouts, lambda layout: layout.tokens_per_s)],
             rough=True,
         ),
         _curve_figure(
             report,
             "MFU",
             "share",
-            [_curve_line(curves, "mfu"), _planned_line(s.layouts, lambda one: one.mfu)],
+            [_curve_line(curves, "mfu"), _planned_line(s.layouts, lambda layout: layout.mfu)],
             rough=True,
         ),
         _effective_figure(report),
@@ -246,7 +246,7 @@ def _memory_lines(report: RunReport) -> list[PlotLine | None]:
     limit, most = report.memory_limit_bytes, report.summary.memory_bytes.measured
     # A limit far above would flatten all other lines.
     if not limit or not most or limit > LIMIT_SEEN * most:
-        return [*lines, _planned_line(report.summary.layouts, lambda one: one.memory_bytes)]
+        return [*lines, _planned_line(report.summary.layouts, lambda layout: layout.memory_bytes)]
     flat = _constant_line(report.curves, limit)
     return [
         *lines,
