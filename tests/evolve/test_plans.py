@@ -33,16 +33,20 @@ def test_a_small_space_against_all_of_it():
     genomes = list(problem.all_genomes())
     outcomes = problem.evaluate(genomes)
     best = best_of_cells(problem, outcomes)
-    drawn = np.random.default_rng(1).choice(len(genomes), EVALUATIONS, replace=False)
-    chance = best_of_cells(problem, [outcomes[one] for one in drawn])
-    with open_archive(None, problem) as writer:
-        run_search(problem, writer, evaluations=EVALUATIONS, seed=0)
-    found = {cell: writer.archive.entries[one].fitness for cell, one in writer.archive.elites.items()}
     assert len(genomes) >= 4 * EVALUATIONS
-    assert set(found) <= set(best)
-    assert all(found[cell] <= best[cell] * (1 + 1e-12) for cell in found)
-    assert sum(found.values()) > sum(chance.values())
-    assert max(found.values()) >= max(chance.values())
+    best_found, best_drawn = [], []
+    for seed in range(4):  # one draw may hold one of the fastest plans by luck
+        drawn = np.random.default_rng(seed).choice(len(genomes), EVALUATIONS, replace=False)
+        chance = best_of_cells(problem, [outcomes[place] for place in drawn])
+        with open_archive(None, problem) as writer:
+            run_search(problem, writer, evaluations=EVALUATIONS, seed=seed)
+        found = {cell: writer.archive.entries[key].fitness for cell, key in writer.archive.elites.items()}
+        assert set(found) <= set(best)
+        assert all(found[cell] <= best[cell] * (1 + 1e-12) for cell in found)
+        assert sum(found.values()) > sum(chance.values())
+        best_found.append(max(found.values()))
+        best_drawn.append(max(chance.values()))
+    assert sum(best_found) > sum(best_drawn)
 
 
 def best_of_cells(problem, outcomes):

@@ -16,6 +16,9 @@ from phalanx.plan.score import LayoutScores, score_layouts
 from phalanx.plan.space import build_space, device_splits, tensor_sizes
 from phalanx.units import all_divisors, format_bytes, plural
 
+# The rules rephrase these two for files of other trainers, which have no such planner.
+PLANNER_FINDS = "the planner then finds layouts that fit"
+WITH_OFFLOAD = ", with offload to host memory"
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
 BY_MODE = 'parallel.mode = "fixed"'  # the origin of settings that fixed mode fills in (job.load)
 FREE_IN_FIXED_MODE = ("data", "shard", "micro")  # they follow from the number of devices
@@ -184,7 +187,8 @@ def _what_would_fit(request: PlanRequest, scores: LayoutScores) -> str:
     unfixed = replace(request, fixed={})
     if request.fixed and _fits_on(unfixed, 1, offload=request.offload_kinds):
         action = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
-        return f"{action}: the planner then finds layouts that fit"
+        host = "" if _fits_on(unfixed, 1, offload=("none",)) else WITH_OFFLOAD
+        return f"{action}: {PLANNER_FINDS}{host}"
     if fix := _more_devices(unfixed):
         return fix
     gap = float(scores.memory_bytes.min()) - scores.usable_bytes

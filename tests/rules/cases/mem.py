@@ -59,7 +59,7 @@ def on_cpu(share: float | None, source: str = "psi-host"):
     )
 
 
-TOO_SMALL = ("parallel.zero=1", "parallel.recompute=none", "batch.micro=2")
+TOO_SMALL = ("parallel.zero=1", "parallel.recompute=none", "parallel.offload=none", "batch.micro=2")
 CASES = [
     Case(rule="MEM001", name="the good job", verdict="pass", evidence=evidence),
     Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from phalanx.plan.impossible import PLANNER_FINDS, WITH_OFFLOAD
 from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import DECIDES, FULL_MEMORY
@@ -135,7 +136,11 @@ _IN_HOST_MEMORY = "with the optimizer in host memory"
 def _in_their_words(evidence: Evidence, fix: str) -> str:
     """Return the planner's advice with the options of another trainer; a smaller batch, if possible, costs least."""
     trainer = evidence.practice.trainer
-    if not evidence.is_foreign or trainer not in OFFLOADS or not (_OFFLOAD in fix or _IN_HOST_MEMORY in fix):
+    if not evidence.is_foreign or trainer not in OFFLOADS:
+        return fix
+    if PLANNER_FINDS in fix:
+        fix = "another layout fits" + (f" with {OFFLOADS[trainer]}" if fix.endswith(WITH_OFFLOAD) else "")
+    elif not (_OFFLOAD in fix or _IN_HOST_MEMORY in fix):
         return fix
     fix = fix.replace(_OFFLOAD, OFFLOADS[trainer]).replace(_IN_HOST_MEMORY, f"and {OFFLOADS[trainer]}")
     micro, name = evidence.the_job.batch.micro, SMALLER.get(trainer, "")
@@ -194,6 +199,7 @@ micro = 2
 [parallel]
 recompute = "none"
 zero = 1
+offload = "none"
 """,
     good="""
 [batch]
