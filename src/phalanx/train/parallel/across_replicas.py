@@ -72,8 +72,10 @@ class AcrossReplicas:
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Sum each tensor over the replicas, in place; return False if that failed, and the values are then
-        undefined."""
+        """Sum each tensor over the replicas, in place.
+
+        Return False if that failed, and the values are then undefined.
+        """
         if self._is_broken:
             return False
         # no other replica is left

@@ -99,8 +99,10 @@ class BufferExchange:
             slot.module._buffers[slot.key] = slot.tensor
 
     def changed(self, like: torch.Tensor) -> torch.Tensor:
-        """Return 1 if a buffer changed on this rank since `remember`, else 0, as a tensor like `like` without a GPU
-        sync."""
+        """Return 1 if a buffer changed on this rank since `remember`, else 0.
+
+        The result is a tensor like `like`, computed without a GPU sync.
+        """
         if not self._digests:
             return torch.zeros_like(like)
         changes = [

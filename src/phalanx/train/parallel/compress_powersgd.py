@@ -97,8 +97,10 @@ class PowerSgd:
         return matrix.clone() if error is None else matrix + error
 
     def _last_factor(self, name: str, m_nm: Tensor) -> Tensor:
-        """Return the right factor of the last step, or a random one; starting from it, one power iteration per step
-        suffices."""
+        """Return the right factor of the last step, or a random one.
+
+        Starting from it, one power iteration per step suffices.
+        """
         if name not in self._factors:
             rows, columns = m_nm.shape
             generator = torch.Generator().manual_seed(SEED)

@@ -38,8 +38,7 @@ def context_core(kind: str, group: ProcessGroup) -> Core:
 
 
 def check_heads(kind: str, heads: int, ranks: int) -> None:
-    """Raise UserError if `heads`, the query heads of a tensor rank, do not divide over the context ranks with
-    Ulysses."""
+    """Raise UserError if the query heads of a tensor rank do not divide over the context ranks with Ulysses."""
     if kind == "ulysses" and heads % ranks:
         divisor = next(n for n in range(ranks, 0, -1) if heads % n == 0)
         raise mistake(
@@ -86,8 +85,7 @@ class UlyssesCore:
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often Ulysses repeats each key/value head so that every rank gets whole heads that match its
-    queries.
+    """Return how often Ulysses must repeat each key/value head to give every rank whole heads.
 
     >>> kv_copies(32, 8, 4), kv_copies(32, 8, 16), kv_copies(12, 6, 4)
     (1, 2, 2)
@@ -114,7 +112,7 @@ KINDS: Mapping[str, Callable[[ProcessGroup], Core]] = {
 }
 
 
-# The part of a sequence that each context rank holds: head and tail, so that causal attention costs every rank the same.
+# The part of a sequence that a context rank holds: head and tail, so that causal attention costs every rank the same.
 #
 # Rank c of C holds slices c and 2C-1-c of 2C equal ones: its queries see c + 1 and 2C - c slices, 2C + 1 for every c.
 
@@ -288,8 +286,9 @@ def _seen_slices(rank: int, distance: int, length: int) -> tuple[slice, slice]:
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention that passes keys and values round the ring while it computes; in backward gradients follow one hop
-    later.
+    """Attention that passes keys and values round the ring while it computes.
+
+    In backward gradients follow one hop later.
 
     A hop carries one rank's keys and values: C-1 hops forward, C-1 backward, C-1 of gradients.
     """
@@ -347,8 +346,7 @@ class _Travel:
 
 
 class GatheredAttention(torch.autograd.Function):
-    """Attention that gathers all keys and values at once, frees them after forward and gathers them again for
-    backward.
+    """Attention that gathers all keys and values at once, and again in backward.
 
     It has the ring's traffic in fewer and larger messages, and holds the keys and values of the whole sequence in
     memory while one layer computes.

@@ -54,14 +54,12 @@ class ParallelDims:
 
     @property
     def copies(self) -> int:
-        """Number of copies of the (possibly sharded) dense weights: HSDP's outer axis, or all data ranks without
-        ZeRO."""
+        """Number of copies of the (possibly sharded) dense weights: HSDP's outer axis."""
         return self.data * self.context // self.shard
 
     @property
     def expert_shard(self) -> int:
-        """Number of an expert's copies that share its sharded state: those inside the shard group, as the planner
-        counts."""
+        """Number of an expert's copies that share its sharded state, as the planner counts them."""
         if not self.zero:
             return 1
         holders = self.stage // self.expert

@@ -71,8 +71,7 @@ class ExpertExchange:
     def _exchange_sizes(
         self, leaving_PE: Tensor, arriving_PE: Tensor, visits: int
     ) -> tuple[list[int], list[int], Tensor | list[int]]:
-        """Return the visits to and from every rank, as integers for the collective, and the visits of every local
-        expert."""
+        """Return the visits to and from every rank, as integers, and the visits of every local expert."""
         if not self.balanced:
             send, receive = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).tolist()
             return send, receive, arriving_PE.sum(0)

@@ -100,8 +100,10 @@ def _fp8_product(x: Tensor, weight: Tensor, recomputed: bool) -> Tensor:
 
 
 def part_shape(weight: Tensor) -> tuple[float, ...]:
-    """Return the widths of a rank's part of a matrix, the same on every rank; fractional if it does not divide
-    evenly."""
+    """Return the widths of a rank's part of a matrix, the same on every rank.
+
+    Fractional if it does not divide evenly.
+    """
     shape: list[float] = list(weight.shape)
     if isinstance(weight, DTensor):
         for place in weight.placements:

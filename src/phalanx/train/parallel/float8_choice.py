@@ -1,5 +1,4 @@
-"""Measured choice of the fp8 form of a layer (separate matrices, or fused with norms and activation) and of the
-head.
+"""Measured choice of a layer's fp8 form (separate matrices, or fused with norms and activation), and of the head's.
 
 One layer of the job's shape is compiled and timed both ways, in turn and with the same attention kernel. The faster
 form is stored in the user's kernel cache, and its compiled code in torch's.
@@ -80,8 +79,10 @@ def fuse_layers(blocks: Sequence[nn.Module], *, fused: bool) -> None:
 
 
 def measure_layer(shape: ModelShape, settings: Settings, device: torch.device, core: Core) -> dict[str, Timing]:
-    """Time a layer's forward and backward in both forms, in turn; the time is infinite for a form that runs out of
-    memory."""
+    """Time a layer's forward and backward in both forms, in turn.
+
+    The time is infinite for a form that runs out of memory.
+    """
     calls = {}
     for name in (BUILTIN, FUSED):
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -124,8 +125,10 @@ def choose_float8_head(
 
 
 def measure_head(tokens: int, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> dict[str, Timing]:
-    """Time head and loss with their gradients, in 16 bit and in fp8, in turn; infinite for a form that runs out of
-    memory."""
+    """Time head and loss with their gradients, in 16 bit and in fp8, in turn.
+
+    Infinite for a form that runs out of memory.
+    """
     timings: dict[str, Timing] = {}
     with torch.random.fork_rng(devices=[device]), contextlib.suppress(torch.OutOfMemoryError):
         hidden = torch.randn(tokens, shape.hidden, dtype=dtype, device=device, requires_grad=True)

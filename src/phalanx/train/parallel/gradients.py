@@ -41,8 +41,7 @@ class Exchange(Protocol):
 
 
 class GradientExchange:
-    """Exchange of all parameters of this rank: dense ones over all data ranks, each expert over the ranks that hold
-    it."""
+    """Gradient exchange of all parameters: dense ones over all data ranks, experts over their holders."""
 
     def __init__(self, trained: Sequence[StageTensor], meshes: Meshes, settings: Settings) -> None:
         dense = meshes.dense.get_group("copies")

@@ -147,8 +147,7 @@ def _all_chunks_stay(chunks: int) -> Iterator[None]:
 
 
 def _greet_others_only(stage: Any) -> None:
-    """Drop a stage's greeting to its own rank, which is its neighbour at the bend of a V-shaped pipeline (torch
-    2.11)."""
+    """Drop a stage's greeting to its own rank, its neighbour at the bend of a V-shaped pipeline (torch 2.11)."""
     greeting_ops = stage._get_init_p2p_neighbors_ops
     own_rank = dist.get_rank()
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in greeting_ops() if op.peer != own_rank]

@@ -110,8 +110,9 @@ def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Copy a saved tensor to host memory with its strides, which compiled backward code relies on; return how to
-    load it.
+    """Copy a saved tensor to host memory with its strides, which compiled backward code relies on.
+
+    Return how to load it.
 
     Weights and small tensors stay. torch's own `save_on_cpu` loses the strides, moves weights as well, and cannot
     handle DTensors.
@@ -150,8 +151,7 @@ def _keep_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
-    """Return the selective-recompute policy of a block, which saves nothing computed inside nn.GRU, nn.LSTM and
-    their cells.
+    """Return a block's selective-recompute policy: save nothing computed in recurrent layers (GRU, LSTM, cells).
 
     On CPUs these modify their products in place, through views without a version (`unsafe_chunk`): saved values would
     be changed unnoticed and backward be wrong (torch 2.13: the gradients of a GRU by 1e-2).

@@ -50,8 +50,10 @@ class Bucket:
         self.filled = [False] * len(self.views)
 
     def add(self, place: int) -> torch.Tensor | None:
-        """Move the gradient of one parameter into the buffer and return it; the first of a step overwrites the old
-        content."""
+        """Move the gradient of one parameter into the buffer and return it.
+
+        The first of a step overwrites the old content.
+        """
         param, view = self.params[place], self.views[place]
         grad = local_gradient(param)
         if grad is None:
@@ -70,8 +72,7 @@ class Bucket:
         return [self.flat] if len(views) == len(self.views) else views
 
     def close(self) -> bool:
-        """Add gradients that came without a hook call, and zero those that never came; return whether there were
-        any.
+        """Add gradients that came without a hook call, and zero missing ones; return whether there were any.
 
         Zero-bubble schedules write gradients without calling hooks, and an idle expert has no gradient.
         """

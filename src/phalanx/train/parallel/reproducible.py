@@ -33,8 +33,7 @@ class TreeReplicas:
         self._ear: LocalGradientWatcher | None = None
 
     def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
-        """Pass every micro-batch's gradients to `ear`, so that what it computes does not depend on the number of
-        ranks either."""
+        """Pass every micro-batch's gradients to `ear`, for results that do not depend on the number of ranks."""
         self._ear = ear
         return True
 

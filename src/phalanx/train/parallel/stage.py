@@ -129,8 +129,10 @@ class LeanStage(PipelineStage):
 
 
 def _take_buffers(known: dict[int, tuple[Any, ...]], count: int) -> list[_Form | None]:
-    """Describe micro-batch 0's buffers, drop them, and give every micro-batch its own receive info; return the
-    forms."""
+    """Describe micro-batch 0's buffers, drop them, and give every micro-batch its own receive info.
+
+    Return the forms.
+    """
     first = known[0]
     # the first stage's tokens have no buffer (torch 2.11: no such field)
     buffers = [getattr(info, "buffer", None) for info in first]

@@ -119,8 +119,7 @@ def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) ->
 
 
 def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (first, length) of a chunk as torch.chunk divides: all but the last have the ceiling size, late ones
-    may be empty.
+    """Return (first, length) of a chunk as torch.chunk divides: of ceiling size, but late ones may be empty.
 
     >>> [chunk_range(5, 4, index) for index in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
@@ -150,8 +149,7 @@ def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
 
 
 def expert_splits(model: nn.Module) -> Mapping[int, RegionSplit]:
-    """Return, by parameter id, the splits of experts that torch does not know: by expert, or of every expert's
-    width."""
+    """Return, by parameter id, the splits of experts that torch does not know: by expert or by width."""
     splits = {}
     for _, moe in expert_layers(model):
         if isinstance(moe.dispatch, ExpertExchange | ExpertSlices):
