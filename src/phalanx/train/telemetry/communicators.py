@@ -69,7 +69,7 @@ def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     except OSError:
         maps = ""
     libraries = mapped_libraries(maps)
-    built_version = ""
+    built = ""
     if torch.cuda.is_available():
         # a build without NCCL
         with suppress(Exception):
@@ -77,7 +77,7 @@ def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     library = loaded_nccl()
     return {
         "version": ".".join(map(str, library.version)) if library is not None else None,
-        "built_version": built_version or None,
+        "built_version": built or None,
         "libraries": libraries,
         "preloaded": [path for path in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if path],
     }

@@ -80,8 +80,10 @@ def describe_operation(operation: TracedOperation) -> str:
     """Describe an operation in words."""
     size = format_bytes(operation.nbytes)
     if operation.is_message:
-        direction = "to" if operation.kind == "send" else "from"
-        return f"{operation.kind} of {size} {direction} rank {operation.peer} on axis {operation.group.axis} ({operation.phase})"
+        way = "to" if operation.kind == "send" else "from"
+        return (
+            f"{operation.kind} of {size} {way} rank {operation.peer} on axis {operation.group.axis} ({operation.phase})"
+        )
     return (
         f"{operation.kind} of {size} {operation.dtype} on axis {operation.group.axis} "
         f"({len(operation.group.ranks)} ranks from {operation.group.ranks[0]}, {operation.phase})"

@@ -66,7 +66,7 @@ def render_against(lines: Sequence[PlanLine]) -> str:
         word = "within" if line.agrees else "more than"
         mark = f"{word} {line.limit:.0%}" + (" of all" if line.total else "") if line.limit else line.reason
         difference = f"{line.difference:+.1%}"
-        rows.append((line.kind, line.name, show_size(line.planned), format_value(line.traced), difference, mark))
+        rows.append((line.kind, line.name, show_size(line.planned), show_size(line.traced), difference, mark))
     return "\n".join(["AGAINST THE PLAN", *text_table(rows, right=(2, 3, 4), indent=2)])
 
 
@@ -78,12 +78,12 @@ def render_fit(fit: TracedFit, *, recompute: str) -> str:
     )
     if fit.fits:
         return f"FITS: {need}"
-    recompute_advice = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
+    advice = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
         recompute, ""
     )
     return (
         f"DOES NOT FIT: {need}\n  the step would run out of memory\n"
-        f'  try {recompute_advice}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
+        f'  try {advice}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
     )
 
 
