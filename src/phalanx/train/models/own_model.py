@@ -294,8 +294,7 @@ def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: Netw
         )
 
 
-# ---- unsupported combinations
-# ----------------------------------------------------------------------------------------
+# ---- unsupported combinations ----------------------------------------------------------------------------------------
 
 
 def refuse_network(

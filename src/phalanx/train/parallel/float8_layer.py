@@ -102,8 +102,7 @@ def _turned_matrices(matrices: list[Tensor], whole: Tensor) -> Tensor:
     return turned_rows(rows, scale, whole)
 
 
-# A norm and the matrices that read it.
-# ------------------------------------------------------------------------------
+# A norm and the matrices that read it. --------------------------------------------------------------------------------
 
 
 @torch.library.impl("phalanx::fp8_norm_products", ("cpu", "cuda"))
@@ -168,8 +167,7 @@ torch.library.register_autograd(
     "phalanx::fp8_norm_products", _norm_products_backward, setup_context=_keep_norm_products
 )
 
-# One matrix whose input is saved unrounded, by the operator that produced it.
-# ------------------------------------------
+# One matrix whose input is saved unrounded, by the operator that produced it. -----------------------------------------
 
 
 @torch.library.impl("phalanx::fp8_turning_product", ("cpu", "cuda"))

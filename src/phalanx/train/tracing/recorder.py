@@ -114,8 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ),
         )
 
-    # ---- observing operators
-    # -------------------------------------------------------------------------------------------
+    # ---- observing operators -----------------------------------------------------------------------------------------
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

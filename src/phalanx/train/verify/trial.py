@@ -278,8 +278,7 @@ def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> Non
     )
 
 
-# ---- from the shards of all ranks to full tensors
-# --------------------------------------------------------------------
+# ---- from the shards of all ranks to full tensors --------------------------------------------------------------------
 
 
 def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
