@@ -223,8 +223,7 @@ def _why_open(commands: Sequence[TrainingCommand]) -> str:
 
 
 def _trains_nothing(command: TrainingCommand) -> bool:
-    """Return whether a program converts or evaluates: its name is not of training and it gets neither length nor
-    rate.
+    """Return whether a program converts or evaluates: it has no training name, length or learning rate.
 
     It still gets Megatron's arguments, to build the model.
     """
@@ -342,8 +341,7 @@ EACH_HOST = ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntask
 
 
 def _starts_tasks(config: Conversion, name: str) -> bool:
-    """Return whether Slurm's tasks on a host are the ranks: no launcher starts them, and there is not one task for
-    all."""
+    """Return whether Slurm's tasks on a host are the ranks: no launcher starts them, nor is it one task for all."""
     if (
         config.has_leaf(STARTS_RANKS)
         or config.has_leaf("nproc_per_node")

@@ -10,7 +10,7 @@ from phalanx.io.path_probes import is_file, path_exists, resolve_path
 def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
     """Return the file, relative to one of the bases, the folder, or a folder above it in the same repository.
 
-    Scripts are also started from a folder above theirs; if several files there match, none is returned.
+    Scripts may be started from a folder above their own; if several files there match, none is returned.
     """
     if not name or "\x00" in name or len(name) > 1_000:
         return None

@@ -188,8 +188,7 @@ def translate_config(config: Conversion) -> None:
 
 
 def _agree_on_sharding(config: Conversion) -> None:
-    """Resolve `use_distributed_optimizer`, which may be set in two sections, as the trainers do before the first
-    step.
+    """Resolve `use_distributed_optimizer` from its two sections, as the trainers do before the first step.
 
     NeMo 2: the optimizer's value holds (megatron_strategy.py). Megatron-Bridge: if one is on, both are
     (training/config.py).

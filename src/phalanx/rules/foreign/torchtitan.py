@@ -304,8 +304,7 @@ def _read_precision(config: Conversion) -> None:
 
 
 def _read_exclusions(config: Conversion) -> None:
-    """Read whether the head is excluded from fp8: linears are converted, and it is one unless named (mx excludes
-    it)."""
+    """Read whether the head, which is a linear layer, is excluded from fp8 by name (mx excludes it by default)."""
     filters = [key for key in config.leaves if key.endswith(("float8.filter_fqns", ".filter_fqns", ".fqns"))]
     is_head_named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
     # Editions that enable fp8 by a separate key exclude the head: float8_linear.py, "output".
