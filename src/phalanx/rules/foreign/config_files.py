@@ -67,7 +67,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def json_lines(text: str, *, file: str) -> dict[Steps, int]:
-    r"""Return the line of every key and element; checks only the depth, as the parser does the rest.
+    """Return the line of every key and element; checks only the depth, as the parser does the rest.
 
     >>> json_lines('{"a":\\n  {"b": [1,\\n 2]}}', file="x")[("a", "b")]
     2

@@ -277,8 +277,10 @@ def _read_pipeline(config: Conversion) -> None:
         if degree := config.read_whole(key):
             config.set_value("parallel.context", degree, key)
             config.set_value("parallel.context_kind", "ulysses", key)
-    every = config.read_whole("pipeline.activation_checkpoint_interval")
-    if every is not None:
-        config.set_value("parallel.recompute", "full" if every else "none", "pipeline.activation_checkpoint_interval")
+    interval = config.read_whole("pipeline.activation_checkpoint_interval")
+    if interval is not None:
+        config.set_value(
+            "parallel.recompute", "full" if interval else "none", "pipeline.activation_checkpoint_interval"
+        )
     else:
         config.set_value("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")

@@ -1,5 +1,7 @@
-"""Completion of a conversion once the world size is known: sizes per replica, steps and increments in the job's
-units."""
+"""Completion of a conversion once the world size is known.
+
+Sizes per replica, steps and increments are converted to the job's units.
+"""
 
 from __future__ import annotations
 
@@ -432,8 +434,8 @@ def _check_sizes(config: Conversion) -> None:
 
 
 def _refused_number(config: Conversion, leaf: Leaf, why: str) -> Problem:
-    where = f"{config.file}:{leaf.line}" if leaf.line else config.file
-    return Problem(where=where, what=f"{leaf.key} = {value_text(leaf.value)} {why}", fix="correct the number")
+    location = f"{config.file}:{leaf.line}" if leaf.line else config.file
+    return Problem(where=location, what=f"{leaf.key} = {value_text(leaf.value)} {why}", fix="correct the number")
 
 
 def check_machines(config: Conversion) -> None:

@@ -146,7 +146,7 @@ def settle_launched(config: Conversion) -> None:
     settle_contradictions(config, PAIRS)
 
 
-# ---- the launcher's settings ------------------------------------------------------------------------------------------
+# ---- the launcher's settings -----------------------------------------------------------------------------------------
 
 
 def _said(config: Conversion, name: str, *sections: str) -> Leaf | None:

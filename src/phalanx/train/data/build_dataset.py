@@ -350,12 +350,12 @@ def _record_batches(records: Iterator[Record], most_bytes: int) -> Iterator[list
 
 
 def _count_record(tally: Tally, record: Record) -> Tally:
-    missing, empty = record.text is None, record.text is not None and not record.text.strip()
+    is_missing, is_empty = record.text is None, record.text is not None and not record.text.strip()
     return Tally(
         records=tally.records + 1,
-        documents=tally.documents + (not missing and not empty),
-        empty=tally.empty + empty,
-        missing=tally.missing + missing,
+        documents=tally.documents + (not is_missing and not is_empty),
+        empty=tally.empty + is_empty,
+        missing=tally.missing + is_missing,
         bad_utf8=tally.bad_utf8 + record.bad_utf8,
         cut=tally.cut + record.cut,
     )

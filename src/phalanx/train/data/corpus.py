@@ -188,7 +188,7 @@ def distinct_texts(texts: Iterable[str]) -> Iterator[str]:
 
 
 def clean_text(text: str) -> str:
-    r"""Resolve HTML entities, and remove control characters and repeated spaces.
+    """Resolve HTML entities, and remove control characters and repeated spaces.
 
     >>> clean_text("a &amp;  b\\x97 c ")
     'a & b c'

@@ -124,8 +124,8 @@ def _read_text(path: Path, reading: Reading) -> Iterator[Record]:
         _check_text(path, head)
         head = head.removeprefix(b"\xef\xbb\xbf")
         for data, cut in _SPLITTERS[reading.split_on](_Buffered(head, stream.bytes)):
-            text, bad = decode_text(data)
-            yield Record(text=text, read_bytes=stream.advance(), bad_utf8=bad, cut=cut)
+            text, num_bad = decode_text(data)
+            yield Record(text=text, read_bytes=stream.advance(), bad_utf8=num_bad, cut=cut)
 
 
 def _check_text(path: Path, head: bytes) -> None:
@@ -270,7 +270,7 @@ def _record_of_line(line: bytes, where: str, field: str, read_bytes: int) -> Rec
 
 
 def _without_surrogates(text: str) -> tuple[str, int]:
-    r"""Replace lone surrogates, which JSON may contain ("\\ud800") but UTF-8 cannot; return the number replaced."""
+    """Replace lone surrogates, which JSON may contain ("\\ud800") but UTF-8 cannot; return the number replaced."""
     try:
         text.encode()
         return text, 0

@@ -36,23 +36,23 @@ def match_tensors(shape: ModelShape) -> list[Match]:
 def _llama_like(shape: ModelShape, family: str) -> Iterator[Match]:
     yield _same_tensor("embed.tokens.weight", "model.embed_tokens.weight")
     for layer in range(shape.layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        yield _same_tensor(f"{ours}.attn_norm.weight", f"{theirs}.input_layernorm.weight")
-        yield _same_tensor(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
+        prefix, hf_prefix = f"layers.{layer}", f"model.layers.{layer}"
+        yield _same_tensor(f"{prefix}.attn_norm.weight", f"{hf_prefix}.input_layernorm.weight")
+        yield _same_tensor(f"{prefix}.mlp_norm.weight", f"{hf_prefix}.post_attention_layernorm.weight")
         for letter in "qkvo":
-            yield _same_tensor(f"{ours}.attn.w{letter}.weight", f"{theirs}.self_attn.{letter}_proj.weight")
+            yield _same_tensor(f"{prefix}.attn.w{letter}.weight", f"{hf_prefix}.self_attn.{letter}_proj.weight")
             if shape.bias or (shape.qkv_bias and letter != "o"):
-                yield _same_tensor(f"{ours}.attn.w{letter}.bias", f"{theirs}.self_attn.{letter}_proj.bias")
+                yield _same_tensor(f"{prefix}.attn.w{letter}.bias", f"{hf_prefix}.self_attn.{letter}_proj.bias")
         if shape.qk_norm:
-            yield _same_tensor(f"{ours}.attn.q_norm.weight", f"{theirs}.self_attn.q_norm.weight")
-            yield _same_tensor(f"{ours}.attn.k_norm.weight", f"{theirs}.self_attn.k_norm.weight")
+            yield _same_tensor(f"{prefix}.attn.q_norm.weight", f"{hf_prefix}.self_attn.q_norm.weight")
+            yield _same_tensor(f"{prefix}.attn.k_norm.weight", f"{hf_prefix}.self_attn.k_norm.weight")
         if shape.is_moe and layer >= shape.dense_layers:
-            yield from _expert_matches(shape, family, ours, theirs)
+            yield from _expert_matches(shape, family, prefix, hf_prefix)
             continue
         for name in ("gate", "up", "down"):
-            yield _same_tensor(f"{ours}.mlp.{name}.weight", f"{theirs}.mlp.{name}_proj.weight")
+            yield _same_tensor(f"{prefix}.mlp.{name}.weight", f"{hf_prefix}.mlp.{name}_proj.weight")
             if shape.bias:
-                yield _same_tensor(f"{ours}.mlp.{name}.bias", f"{theirs}.mlp.{name}_proj.bias")
+                yield _same_tensor(f"{prefix}.mlp.{name}.bias", f"{hf_prefix}.mlp.{name}_proj.bias")
     yield _same_tensor("norm.weight", "model.norm.weight")
     if not shape.tied:
         yield _same_tensor("head.weight", "lm_head.weight")
@@ -77,17 +77,17 @@ def _gpt2_matches(shape: ModelShape) -> Iterator[Match]:
     yield _same_tensor("embed.tokens.weight", "transformer.wte.weight")
     yield _same_tensor("embed.positions.weight", "transformer.wpe.weight")
     for layer in range(shape.layers):
-        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
-        yield from _weight_and_bias(f"{ours}.attn_norm", f"{theirs}.ln_1")
-        yield from _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        prefix, hf_prefix = f"layers.{layer}", f"transformer.h.{layer}"
+        yield from _weight_and_bias(f"{prefix}.attn_norm", f"{hf_prefix}.ln_1")
+        yield from _weight_and_bias(f"{prefix}.mlp_norm", f"{hf_prefix}.ln_2")
         for kind in ("weight", "bias"):
-            qkv_names = tuple(f"{ours}.attn.{name}.{kind}" for name in ("wq", "wk", "wv"))
+            qkv_names = tuple(f"{prefix}.attn.{name}.{kind}" for name in ("wq", "wk", "wv"))
             yield Match(
-                ours=qkv_names, theirs=(f"{theirs}.attn.c_attn.{kind}",), to_ours=_split_qkv, to_theirs=_join_qkv
+                ours=qkv_names, theirs=(f"{hf_prefix}.attn.c_attn.{kind}",), to_ours=_split_qkv, to_theirs=_join_qkv
             )
-        yield from _transposed_linear(f"{ours}.attn.wo", f"{theirs}.attn.c_proj")
-        yield from _transposed_linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc")
-        yield from _transposed_linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj")
+        yield from _transposed_linear(f"{prefix}.attn.wo", f"{hf_prefix}.attn.c_proj")
+        yield from _transposed_linear(f"{prefix}.mlp.up", f"{hf_prefix}.mlp.c_fc")
+        yield from _transposed_linear(f"{prefix}.mlp.down", f"{hf_prefix}.mlp.c_proj")
     yield from _weight_and_bias("norm", "transformer.ln_f")
     if not shape.tied:
         yield _same_tensor("head.weight", "lm_head.weight")

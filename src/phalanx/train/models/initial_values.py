@@ -42,24 +42,24 @@ def draw_values(
         return torch.full(part_shape, factor, dtype=dtype)
     std = (STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else STD) * factor
     block = 1 if len(size) > 2 else ROWS
-    drawn = torch.empty(part_shape, dtype=torch.float32)
+    values_drawn = torch.empty(part_shape, dtype=torch.float32)
 
     def draw_block(index: int) -> None:
         begin, end = index * block, min((index + 1) * block, size[0])
         random = torch.Generator().manual_seed(_tensor_key(seed, name, index))
         values = torch.empty((end - begin, *size[1:]), dtype=torch.float32).normal_(0.0, std, generator=random)
         low, high = max(begin, rows.start), min(end, rows.stop)
-        drawn[low - rows.start : high - rows.start] = values[low - begin : high - begin]
+        values_drawn[low - rows.start : high - rows.start] = values[low - begin : high - begin]
 
     blocks = range(rows.start // block, -(-rows.stop // block))
-    if drawn.numel() < LEAST_THREADED or torch.get_num_threads() == 1:
+    if values_drawn.numel() < LEAST_THREADED or torch.get_num_threads() == 1:
         for index in blocks:
             draw_block(index)
     # each block has its own generator, so the order does not matter; a billion numbers take one core 8 s
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(draw_block, blocks))
-    return drawn.to(dtype)
+    return values_drawn.to(dtype)
 
 
 def _tensor_key(seed: int, name: str, index: int) -> int:

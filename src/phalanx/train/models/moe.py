@@ -173,13 +173,13 @@ class Moe(nn.Module):
         It is per sequence, so that it does not depend on how the batch is split. A rank that holds a part of a
         sequence gets its part of the sum.
         """
-        experts, chosen = scores_BSE.shape[-1], choice_BSK.shape[-1]
+        experts, chosen_per_token = scores_BSE.shape[-1], choice_BSK.shape[-1]
         visits_BE = torch.zeros(len(choice_BSK), experts, dtype=scores_BSE.dtype, device=scores_BSE.device)
         ones = torch.ones_like(choice_BSK, dtype=scores_BSE.dtype).flatten(1)
         visits_BE = self.sum_over_sequence(visits_BE.scatter_add_(1, choice_BSK.flatten(1), ones))
-        tokens_B1 = visits_BE.sum(dim=-1, keepdim=True) / chosen
+        tokens_B1 = visits_BE.sum(dim=-1, keepdim=True) / chosen_per_token
         share_BE = (scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)).sum(dim=1) / tokens_B1
-        return self.balance_rate * (visits_BE * (experts / chosen) / tokens_B1 * share_BE).sum(dim=-1)
+        return self.balance_rate * (visits_BE * (experts / chosen_per_token) / tokens_B1 * share_BE).sum(dim=-1)
 
     @torch.no_grad()
     def update_bias(self, counts_E: Tensor) -> None:

@@ -202,7 +202,7 @@ def _take_plain_tensors(stage: nn.Module, whole: nn.Module) -> None:
 
 def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: NetworkOutline, layers: range) -> None:
     """Raise UserError unless a stage's tensors are those of the full network, and tied tensors are together."""
-    where = f"{shape.module} stage({layers.start}..{layers.stop - 1})"
+    location = f"{shape.module} stage({layers.start}..{layers.stop - 1})"
     problems = []
     for name, tensor in named_tensors(stage):
         spec = outline.tensors.get(name)
@@ -210,7 +210,7 @@ def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: NetworkOut
             mismatch = "has no tensor of that name" if spec is None else f"has it as {list(spec.shape)}"
             problems.append(
                 Problem(
-                    where=where,
+                    where=location,
                     what=f"holds {name} of {list(tensor.shape)}, and the whole network {mismatch}",
                     why="first values and checkpoints go by the names of the whole",
                     fix="give layers the names they have in the whole: nn.ModuleDict with their numbers as keys",
@@ -221,7 +221,7 @@ def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: NetworkOut
         if (alias in stage_names) != (name in stage_names):
             problems.append(
                 Problem(
-                    where=where,
+                    where=location,
                     what=f"holds one of {name} and {alias}, which are one tensor in the whole network",
                     why="two stages would train two copies of it apart",
                     fix="set parallel.pipeline = 1, or give each a weight of its own",

@@ -176,15 +176,15 @@ def _combine_statistics(norms: Sequence[Statistics], group: ProcessGroup) -> Non
     sizes = [slot.tensor.numel() for norm in norms for slot in norm.slots]
     rows = [iter(row.split(sizes)) for row in all_ranks]
     for norm in norms:
-        mean, var, count = (before.double().view(-1) for before in norm.before)
+        mean, var, count = (old_value.double().view(-1) for old_value in norm.before)
         first, total = count.clone(), count.clone()
         for row in rows:
             their_mean, their_var, their_count = next(row), next(row), next(row)
             batches = their_count - first
             if norm.norm.momentum is None:
-                after = (total + batches).clamp(min=1.0)
-                mean = (mean * total + their_mean * their_count - norm.before[0].double() * first) / after
-                var = (var * total + their_var * their_count - norm.before[1].double() * first) / after
+                batches_after = (total + batches).clamp(min=1.0)
+                mean = (mean * total + their_mean * their_count - norm.before[0].double() * first) / batches_after
+                var = (var * total + their_var * their_count - norm.before[1].double() * first) / batches_after
             else:
                 decay = (1.0 - norm.norm.momentum) ** batches
                 mean = mean * decay + (their_mean - norm.before[0].double() * decay)

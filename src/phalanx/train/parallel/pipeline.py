@@ -70,12 +70,12 @@ def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) 
     """Raise UserError if the schedule cannot order this number of micro-batches."""
     rounds = max(1, micro_batches // ranks)
     if (name == "zero-bubble" or chunks > 1) and micro_batches % rounds:
-        near = micro_batches // ranks * ranks
+        lower = micro_batches // ranks * ranks
         raise mistake(
             "batch.micro",
             f"{micro_batches} micro-batches do not make whole rounds of {ranks} pipeline ranks",
             why=f'the "{name}" schedule works in rounds',
-            fix=f"use {near} or {near + ranks} micro-batches per step (batch.micro, batch.global_sequences, data)",
+            fix=f"use {lower} or {lower + ranks} micro-batches per step (batch.micro, batch.global_sequences, data)",
         )
 
 

@@ -124,9 +124,9 @@ def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
     >>> [chunk_range(5, 4, index) for index in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
-    full = -(-length // parts)
-    first = min(index * full, length)
-    return first, min(full, length - first)
+    full_length = -(-length // parts)
+    first = min(index * full_length, length)
+    return first, min(full_length, length - first)
 
 
 def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:

@@ -321,8 +321,8 @@ def own_first(
     Other runs' checkpoints may have been copied in. Before 0.7 checkpoints had no run id: those count as this run's.
     """
     foreign = [checkpoint for checkpoint in found if run_id and str(checkpoint.meta.get("run") or run_id) != run_id]
-    own = [checkpoint for checkpoint in found if checkpoint not in foreign]
-    consequence = "it is used, as this run has none of its own" if not own else "it is passed over"
+    own_checkpoints = [checkpoint for checkpoint in found if checkpoint not in foreign]
+    consequence = "it is used, as this run has none of its own" if not own_checkpoints else "it is passed over"
     fix = "move it away; to start from its weights, export them and set train.weights"
     warnings = {}
     for checkpoint in foreign:
@@ -330,7 +330,7 @@ def own_first(
             f"was written by another run ({str(checkpoint.meta['run'])[:8]}…, and this is {run_id[:8]}…): {consequence}"
         )
         warnings[checkpoint] = Problem(where=str(checkpoint.path), what=problem, fix=fix).render()
-    return [*own, *foreign], warnings
+    return [*own_checkpoints, *foreign], warnings
 
 
 def _committed_checkpoint(location: Location, found: CheckpointManifest) -> CommittedCheckpoint:

@@ -215,8 +215,8 @@ class ReplicaSource:
         """Return the reader of a rank's snapshot; damage is found when shards are checked."""
         with self._lock:
             if rank not in self._snapshots:
-                wanted = SnapshotId(generation=self._choice.generation, step=self._choice.step, rank=rank)
-                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._access)
+                snapshot_id = SnapshotId(generation=self._choice.generation, step=self._choice.step, rank=rank)
+                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], snapshot_id, self._access)
             return self._snapshots[rank]
 
 

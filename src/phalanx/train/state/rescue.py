@@ -159,9 +159,9 @@ def _copies_by_host(
         return copies
     for rank in sorted(point.places, reverse=True):
         place = point.places[rank][0]
-        wanted = SnapshotId(generation=point.generation, step=point.step, rank=rank)
+        snapshot_id = SnapshotId(generation=point.generation, step=point.step, rank=rank)
         copies[place.host].append(
-            _RankCopy(wanted=wanted, world=point.world, kind=place.kind, slot=place.slot, buffer=place.buffer)
+            _RankCopy(wanted=snapshot_id, world=point.world, kind=place.kind, slot=place.slot, buffer=place.buffer)
         )
     return copies
 

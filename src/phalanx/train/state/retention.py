@@ -160,8 +160,8 @@ def untrusted_deleted(steps: Sequence[int], *, step: int) -> str:
     >>> untrusted_deleted([24, 22], step=25)
     'step 25: the checkpoints of step 22, 24, given up by a roll-back, are replaced and deleted'
     """
-    named = ", ".join(f"{deleted_step:,}" for deleted_step in sorted(steps))
-    return f"step {step:,}: the checkpoints of step {named}, given up by a roll-back, are replaced and deleted"
+    step_list = ", ".join(f"{deleted_step:,}" for deleted_step in sorted(steps))
+    return f"step {step:,}: the checkpoints of step {step_list}, given up by a roll-back, are replaced and deleted"
 
 
 def make_room(

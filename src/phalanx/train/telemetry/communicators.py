@@ -52,8 +52,8 @@ def settings_in_force(
             for line in path.read_text(encoding="utf-8", errors="replace")[: 2**16].splitlines():
                 if (match := _FILE_LINE.fullmatch(line.partition("#")[0])) and match.group(1) not in settings:
                     settings[match.group(1)] = f"{match.group(2)} ({path})"
-    shown = sorted(settings.items())[:MOST_VARIABLES]
-    return {name: redact(value, environ)[:MOST_VALUE] for name, value in shown}
+    listed = sorted(settings.items())[:MOST_VARIABLES]
+    return {name: redact(value, environ)[:MOST_VALUE] for name, value in listed}
 
 
 def mapped_libraries(maps: str) -> list[str]:

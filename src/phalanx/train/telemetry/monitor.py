@@ -74,9 +74,9 @@ class Monitor:
     def _run_thread(self) -> None:
         sensors = self._try_once(self._sensors)
         while sensors is not None:
-            ended = self._closing.wait(min(self._interval_s, threading.TIMEOUT_MAX))
+            is_closing = self._closing.wait(min(self._interval_s, threading.TIMEOUT_MAX))
             self._try_once(lambda: self._write_sample(sensors))
-            if ended:
+            if is_closing:
                 return
 
     def _write_sample(self, sensors: Sensors) -> None:

@@ -271,9 +271,9 @@ class Peers:
 
     def _handle_packet(self, packet: Packet, arrived_ns: int, sender: Any) -> None:
         if packet.kind == PING:
-            answer = self._make_packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
+            reply = self._make_packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
             with suppress(OSError):
-                self._sock.sendto(answer.encode(self._key), sender)
+                self._sock.sendto(reply.encode(self._key), sender)
         elif packet.source in self._pairs:
             self._pairs[packet.source].answered(packet.nonce, arrived_ns, packet.held_ns)
 

@@ -54,8 +54,10 @@ class PythonPackage:
         self._files: dict[str, SourceFile | None] = {self.main.name: self.main}
 
     def _name_of(self, path: Path) -> str:
-        """Return the dotted name of a file, relative to a folder that its imports begin with, or its topmost
-        package."""
+        """Return the dotted name of a file.
+
+        It is relative to a folder with which the file's imports begin, or else to its topmost package.
+        """
         imports = [
             candidate
             for candidate in ast.walk(self.main.tree)
@@ -129,13 +131,15 @@ def _parsed(path: Path, modified_ns: int, size: int) -> ast.Module:
 def _parse_file(path: Path, name: str) -> SourceFile:
     source = SourceFile(name=name, path=path, tree=parse_python(path))
     for node in _top_statements(source.tree.body):
-        for name_ in _defined_names(node):
-            if name_ in source.definitions and not isinstance(node, ast.ImportFrom | ast.Import | ast.Assign):
-                source.changed.add(name_)
-            source.definitions[name_] = node
+        for defined_name in _defined_names(node):
+            if defined_name in source.definitions and not isinstance(node, ast.ImportFrom | ast.Import | ast.Assign):
+                source.changed.add(defined_name)
+            source.definitions[defined_name] = node
         if isinstance(node, ast.AugAssign | ast.For | ast.While | ast.With | ast.If):
             source.changed |= {
-                name_.id for name_ in ast.walk(node) if isinstance(name_, ast.Name) and isinstance(name_.ctx, ast.Store)
+                defined_name.id
+                for defined_name in ast.walk(node)
+                if isinstance(defined_name, ast.Name) and isinstance(defined_name.ctx, ast.Store)
             }
     return source
 

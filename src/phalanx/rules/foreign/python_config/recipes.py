@@ -115,7 +115,7 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     """Return the settings of a recipe; without a choice among several, the settings on which all agree."""
     package = PythonPackage(path)
     _family, names = _recipes_in(package.main.tree)
-    chosen = variables.get("recipe", "")
+    recipe_name = variables.get("recipe", "")
     if not names:
         raise mistake(
             str(path),
@@ -123,12 +123,12 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
             why="a recipe is a function that returns Trainer.Config, ConfigContainer, run.Partial or ExperimentConfig",
             fix="check the file that defines the function",
         )
-    if chosen and chosen not in names:
+    if recipe_name and recipe_name not in names:
         choices = ", ".join(names[:12]) + (" …" if len(names) > 12 else "")
-        raise mistake(f"--set recipe={chosen[:60]}", f"is no recipe of {path.name}", fix=f"they are {choices}")
+        raise mistake(f"--set recipe={recipe_name[:60]}", f"is no recipe of {path.name}", fix=f"they are {choices}")
     arguments = {name: _parse_given(text) for name, text in variables.items() if name != "recipe"}
     config: object = None
-    for index, name in enumerate((chosen,) if chosen else names):
+    for index, name in enumerate((recipe_name,) if recipe_name else names):
         # Each with a new copy of the file's definitions: one recipe may change a table that another starts from.
         reader = PythonReader(package if index == 0 else PythonPackage(path), arguments)
         recipe_config = _evaluate_recipe(reader, path, name, arguments)
@@ -137,7 +137,7 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
         reason = config.why if isinstance(config, UnknownPython) else "it returns something else"
         raise mistake(
             str(path),
-            f"the recipe {chosen or names[0] or path.stem} cannot be followed to its configuration",
+            f"the recipe {recipe_name or names[0] or path.stem} cannot be followed to its configuration",
             why=reason,
             fix="--set recipe=NAME, if there are several; else check what it prints when it starts",
         )

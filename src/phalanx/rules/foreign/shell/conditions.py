@@ -151,8 +151,8 @@ class TestReader:
             return self._regex(left, right)
         if operator in ("<", ">"):
             return ConditionVerdict(left < right if operator == "<" else left > right)
-        same = matches_pattern(left, right) if self.double else left == right
-        return ConditionVerdict(same if same is None or operator != "!=" else not same)
+        is_equal = matches_pattern(left, right) if self.double else left == right
+        return ConditionVerdict(is_equal if is_equal is None or operator != "!=" else not is_equal)
 
     def _choices(self, left: str, operator: str, right: str) -> ConditionVerdict:
         """Compare a text that is one of several: the verdict is known if all of them agree."""

@@ -95,12 +95,20 @@ def merged_values(
             for key in (*old, *(key for key in new if key not in old))
         }
     if isinstance(first, tuple) or isinstance(second, tuple):
-        left, right = (value if isinstance(value, tuple) else ((value,) if value else ()) for value in (first, second))
+        first_items, second_items = (
+            value if isinstance(value, tuple) else ((value,) if value else ()) for value in (first, second)
+        )
         num_shared = 0
-        while num_shared < min(len(left), len(right)) and left[num_shared] == right[num_shared]:
+        while (
+            num_shared < min(len(first_items), len(second_items))
+            and first_items[num_shared] == second_items[num_shared]
+        ):
             num_shared += 1
-        choices = _choices(left[num_shared:], right[num_shared:], table)
-        return (*left[:num_shared], table.mark(Unknown(kind="either", why=why, line=line, file=file, choices=choices)))
+        choices = _choices(first_items[num_shared:], second_items[num_shared:], table)
+        return (
+            *first_items[:num_shared],
+            table.mark(Unknown(kind="either", why=why, line=line, file=file, choices=choices)),
+        )
     first_text, second_text = first or "", second or ""
     words, other_words = first_text.split(" "), second_text.split(" ")
     num_shared = 0

@@ -187,12 +187,12 @@ class _ProgramReader:
             case ast.Name(id=name) if name in self.names:
                 return self.names[name]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-                one, right_value = self._value(left), self._value(right)
+                left_value, right_value = self._value(left), self._value(right)
                 if isinstance(op, ast.Mod | ast.Mult) and not all(
-                    isinstance(operand, int | float) for operand in (one, right_value)
+                    isinstance(operand, int | float) for operand in (left_value, right_value)
                 ):
                     raise NotFollowedError  # "%s" % x, and repeated texts
-                return ARITHMETIC[type(op)](one, right_value)
+                return ARITHMETIC[type(op)](left_value, right_value)
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 return -self._value(inner)
             case ast.UnaryOp(op=ast.Not(), operand=inner):

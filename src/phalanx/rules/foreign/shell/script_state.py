@@ -54,12 +54,12 @@ def merge_states(
         return one
     variables: dict[str, Text] = {}
     for name in {**one.variables, **two.variables}:
-        left, right = one.variables.get(name), two.variables.get(name)
-        is_same = left == right and left is not None
+        first_value, second_value = one.variables.get(name), two.variables.get(name)
+        is_same = first_value == second_value and first_value is not None
         variables[name] = (
-            left
-            if is_same and left is not None
-            else merged_values(left, right, unknowns, why=why, line=line, file=file)
+            first_value
+            if is_same and first_value is not None
+            else merged_values(first_value, second_value, unknowns, why=why, line=line, file=file)
         )
     files: dict[str, str] = {}
     for name in {**one.files, **two.files}:

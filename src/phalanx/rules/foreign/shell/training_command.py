@@ -183,8 +183,8 @@ def _training_commands(
     if signs.verbs:
         return [command for command in split_commands if verb_of(command.command.argv, signs.verbs) is not None]
     training = [command for command in split_commands if len(_names(command) & signs.names) >= 2]
-    asked = [command for command in training if _names(command) & signs.asked]
-    return asked or training
+    preferred = [command for command in training if _names(command) & signs.asked]
+    return preferred or training
 
 
 def verb_of(argv: Sequence[str], verbs: frozenset[tuple[str, str]]) -> tuple[str, str] | None:
@@ -421,9 +421,9 @@ def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | N
         )
         return Leaf(key=key, value="$?", line=line, unknown=f"{unknowns.shown(alternatives)}: {reason}")
     words = _own_words(distinct_values[0] or ())
-    known = [unknowns.shown(word) for word in words]
+    shown_words = [unknowns.shown(word) for word in words]
     cause = next((unknown for word in words if (unknown := unknowns.first(word)) is not None), None)
-    value: object = True if not words else known[0] if len(known) == 1 else known
+    value: object = True if not words else shown_words[0] if len(shown_words) == 1 else shown_words
     if cause is None:
         return Leaf(key=key, value=value, line=line)
     # A list of words may end in a variable that nothing sets: the shell leaves nothing there.
