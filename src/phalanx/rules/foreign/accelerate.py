@@ -107,7 +107,7 @@ def _read_precision(config: Conversion, kind: str) -> None:
     config.set_value(
         "precision.grad_reduce", "bf16" if is_16_bit else "fp32", note=note and f"default of Accelerate: {note}"
     )
-    # with FSDP and DDP the training script decides how weights are loaded
+    # With FSDP and DDP the training script decides how weights are loaded
     if kind in ("deepspeed", "megatron_lm"):
         config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
         config.assume_default(
@@ -142,7 +142,7 @@ def _read_fsdp(config: Conversion) -> None:
     if sharded:
         config.practice["checkpoint_format"] = "dcp"
         config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
-    # no line may be cited for it: the trainer, not this key, makes such files pickles
+    # No line may be cited for it: the trainer, not this key, makes such files pickles
     else:
         config.skip_leaf("fsdp_state_dict_type", "a torch file, loaded with weights_only: what Accelerate always does")
 

@@ -17,7 +17,8 @@ from phalanx.units import KIB
 
 NOUN = "configuration"
 MOST_TWICE = 50  # keys given twice
-MOST_YAML_BYTES = 256 * KIB  # the parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
+# The parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
+MOST_YAML_BYTES = 256 * KIB
 
 Steps = tuple[str | int, ...]
 
@@ -104,8 +105,7 @@ class _Frame:
 
     inner: dict[str, object] | list[object]
     steps: Steps
-    # of a mapping: the key whose value comes next
-    key: str | None = None
+    key: str | None = None  # of a mapping: the key whose value comes next
 
     def next_steps(self) -> Steps:
         return (*self.steps, len(self.inner) if isinstance(self.inner, list) else str(self.key))

@@ -25,8 +25,7 @@ class JobSetting:
     """A value of the job: its source, and how it was converted."""
 
     value: object
-    # of the leaf; empty for a default of the trainer
-    key: str = ""
+    key: str = ""  # of the leaf; empty for a default of the trainer
     note: str = ""
     line: int = 0
 
@@ -149,7 +148,7 @@ class Conversion:
         if first is None and unreadable is not None:
             note = self._lost_note(unreadable)
         elif first is None and not note.startswith("default of") and (names or not note):
-            # the file could set it and does not
+            # The file could set it and does not
             note = self._default_note(note)
         self.values[job_key] = JobSetting(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
@@ -338,16 +337,12 @@ class Leaf:
 
     key: str
     value: object
-    # from 1; 0 is the file as a whole
-    line: int
-    # why its value is not known; `value` then only shows how it is written
-    unknown: str = ""
-    # the comment on its line, for settings that need a reason
-    comment: str = ""
-    # line on which the same key has another value, which this one overrides; 0 if there is none
+    line: int  # from 1; 0 is the file as a whole
+    unknown: str = ""  # why its value is not known; `value` then only shows how it is written
+    comment: str = ""  # the comment on its line, for settings that need a reason
+    # Line on which the same key has another value, which this one overrides; 0 if there is none
     earlier: int = 0
-    # the key given twice, of a table that contains this leaf
-    twice: str = ""
+    twice: str = ""  # the key given twice, of a table that contains this leaf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,31 +40,19 @@ class ConvertedConfig:
     unmapped: tuple[Unmapped, ...]
     text: str
     trainer: str
-    # (trainer's key, job key)
-    mapped: tuple[tuple[str, str], ...]
-    # (trainer's key, reason)
-    irrelevant: tuple[tuple[str, str], ...]
+    mapped: tuple[tuple[str, str], ...]  # (trainer's key, job key)
+    irrelevant: tuple[tuple[str, str], ...]  # (trainer's key, reason)
     missing: tuple[Problem, ...]
-    # as given by the file or the caller; 0 if not given
-    devices: int
-    # spec of the job; empty if it is not known
-    cluster: str
-    # job key -> why its value is not known: no rule may judge by it
-    unknown: Mapping[str, str]
-    # job key -> the key that sets it in this trainer's files
-    their_keys: Mapping[str, str]
-    # every setting, by its own name and by the reader's name for it
-    settings: Mapping[str, ForeignSetting]
-    # field of `practice` -> the setting that changed it
-    practice_keys: Mapping[str, str]
-    # why settings that the file leaves out may still be given; empty if they may not
-    open_why: str
-    # the setting that restricts training to a part of the weights; empty if all are trained
-    partial: str
-    # remarks for the report that no rule judges
-    notes: tuple[str, ...]
-    # a fork's argument that changes how a step is computed; empty if there is none
-    changed: str
+    devices: int  # as given by the file or the caller; 0 if not given
+    cluster: str  # spec of the job; empty if it is not known
+    unknown: Mapping[str, str]  # job key -> why its value is not known: no rule may judge by it
+    their_keys: Mapping[str, str]  # job key -> the key that sets it in this trainer's files
+    settings: Mapping[str, ForeignSetting]  # every setting, by its own name and by the reader's name for it
+    practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
+    open_why: str  # why settings that the file leaves out may still be given; empty if they may not
+    partial: str  # the setting that restricts training to a part of the weights; empty if all are trained
+    notes: tuple[str, ...]  # remarks for the report that no rule judges
+    changed: str  # a fork's argument that changes how a step is computed; empty if there is none
 
 
 def convert_config(
@@ -184,11 +172,12 @@ def _converted_config(
     folder: Path | None,
 ) -> ConvertedConfig:
     steps = config.values.pop("checkpoint.steps", None)
-    original_values = dict(config.values)  # as the file has them, including values that no job may have
+    # As the file has them, including values that no job may have
+    original_values = dict(config.values)
     partial = partial_training(config, trainer.name)
     changed = changed_steps(config, trainer.name)
     if not config.missing:
-        # no plan predicts how long its steps take
+        # No plan predicts how long its steps take
         if partial or changed:
             _leave_steps(config, steps)
         resolved = _with_interval(config, None if partial or changed else steps, found)
@@ -261,7 +250,7 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
         job = resolved.job
         plan = make_plan(replace(resolved, job=replace(job, batch=replace(job.batch, ramp=()))), found)
     except UserError:
-        # there is no plan, and gathering the evidence reports why
+        # There is no plan, and gathering the evidence reports why
         _leave_steps(config, steps)
         return resolved
     step_s, wall_s = plan.prediction.step_s, plan.duration.wall_s
@@ -306,7 +295,7 @@ def _load_converted(config: Conversion) -> ResolvedJob:
             if not refused_keys or any(config.values[key].note.startswith("--") for key in refused_keys):
                 raise  # the caller's own --set, or nothing that could be left out
             refused += error.problems
-            # the default that replaces it is not what the file sets
+            # The default that replaces it is not what the file sets
             for key in refused_keys:
                 del config.values[key]
                 config.unknown.setdefault(key, error.problems[0].what)
@@ -339,7 +328,7 @@ def _setting_origin(config: Conversion, said: JobSetting) -> Origin:
         return Origin(kind="set", where=said.note)
     if said.key:
         return Origin(kind="file", where=f"{config.file}:{said.line}")
-    # counts as written: leaving a key out chooses its default
+    # Counts as written: leaving a key out chooses its default
     if said.note.startswith("default of"):
         return Origin(kind="file", where=f"{config.file} ({said.note})")
     return Origin(kind="derived", where=said.note or config.title)

@@ -111,7 +111,7 @@ def _is_auto(config: Conversion, key: str) -> bool:
 def _read_zero(config: Conversion) -> None:
     z = "zero_optimization."
     config.set_value("parallel.mode", "fixed", note="DeepSpeed searches nothing")
-    # an old spelling: true is stage 1
+    # An old spelling: true is stage 1
     if (is_enabled := config.read_flag("zero_optimization")) is not None:
         config.set_value("parallel.zero", int(is_enabled), "zero_optimization")
     else:
@@ -146,7 +146,7 @@ def _read_precision(config: Conversion) -> None:
     names = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
     compute = "bf16" if is_bf16 else "fp16" if is_fp16 else "fp32"
     if compute == "fp32" and any(_is_auto(config, name) for name in names):
-        # not known yet: `finish` reports it as missing
+        # Not known yet: `finish` reports it as missing
         compute = "what it computes in"
     else:
         config.set_value("precision.compute", compute, *sorted(names, key=lambda name: not config.read_flag(name)))
@@ -241,7 +241,7 @@ def _read_optimizer(config: Conversion) -> None:
         config.set_value(
             "optim.clip", 1.0, note="auto: max_grad_norm of Hugging Face's Trainer, 1.0 unless it is told otherwise"
         )
-    # otherwise the script's optimizer may clip by itself
+    # Otherwise the script's optimizer may clip by itself
     if any(key.startswith("optimizer.") for key in config.leaves):
         config.assume_default("optim.clip", 0.0, "no clipping")
     betas = config.find_leaf("optimizer.params.betas")

@@ -90,7 +90,8 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
-        ("train.micro_batch_size", "train.global_batch_size"),  # one of them alone is a common word
+        # One of them alone is a common word
+        ("train.micro_batch_size", "train.global_batch_size"),
         ("train.train_iters",),
         ("ddp.use_distributed_optimizer",),
         ("ddp.overlap_grad_reduce",),
@@ -146,7 +147,8 @@ FITS = {
     ".yaml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
     ".yml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
 }
-OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})  # sections that only Phalanx's job file has
+# Sections that only Phalanx's job file has
+OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})
 FLAGS = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -312,7 +314,7 @@ TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--l
 def _only_generates(flags: Collection[str]) -> bool:
     """Return whether arguments, in a text or a collection, generate text or convert a checkpoint, and train nothing."""
     words = flags if isinstance(flags, str) else " ".join(argument.replace("_", "-") for argument in flags)
-    # converts a checkpoint to another format
+    # Converts a checkpoint to another format
     if "--load-dir" in words and "--save-dir" in words:
         return True
     return any(argument in words for argument in GENERATES) and not any(argument in words for argument in TRAINS)

@@ -146,7 +146,7 @@ def translate_llama_factory(config: Conversion) -> None:
     config.assume_default("precision.master_weights", not is_pure_bf16, "fp32 unless pure_bf16")
     _read_optimizer(config)
     if own_optimizer:
-        # the state it stores in addition to the weights is not known
+        # The state it stores in addition to the weights is not known
         config.values.pop("precision.master_weights", None)
         if (rate := config.values.get("optim.lr")) is not None and rate.value == 0:
             del config.values["optim.lr"]

@@ -87,7 +87,7 @@ def _set_sequence(config: Conversion) -> None:
     if not length and max_positions > 0:
         length, note = max_positions, "not said: as many as there are learned positions"
     config.values["data.sequence"] = JobSetting(value=length or Data().sequence, note=note)
-    # neither is given: a table as long as the sequence
+    # Neither is given: a table as long as the sequence
     if max_positions == 0:
         config.values["model.max_positions"] = JobSetting(value=length or Data().sequence, note=note)
 
@@ -243,7 +243,9 @@ MOST_STAGES = (
 
 
 def _ramp_stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
-    """Return (sequences seen when it ends, sequences per step) of each stage, in the size of its middle increment.
+    """Return (sequences seen when it ends, sequences per step) of each stage.
+
+    A stage that covers several increments has the size of the middle one.
 
     >>> _ramp_stages([16, 16, 90], 64)
     [(30, 16), (60, 32), (90, 48)]
@@ -291,12 +293,13 @@ def _shard_group(config: Conversion, data: int) -> None:
     if isinstance(data_degree, int) and data_degree % max(
         1,
         group,
-        # the schema counts groups within data ranks; the number of devices gives the degree
+        # The schema counts groups within data ranks; the number of devices gives the degree
     ):
         config.values.pop("parallel.data")
 
 
-LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # parameters: core/distributed/distributed_data_parallel.py
+# parameters: core/distributed/distributed_data_parallel.py
+LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 def _set_bucket(config: Conversion, data: int) -> None:
@@ -314,7 +317,7 @@ def _set_habits(config: Conversion, habits: Practice) -> None:
     """Set the job's keys for features of Phalanx that these trainers lack."""
     limit = config.job_value("train.timeout_s")
     config.assume_default("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
-    # otherwise the heartbeat determines how long a silent rank is tolerated
+    # Otherwise the heartbeat determines how long a silent rank is tolerated
     if not config.practice.get("heartbeat_s"):
         note = "no heartbeat: a rank that hangs is noticed by the same timeout"
         config.assume_default("fault.dead_after_s", limit, note)
@@ -343,7 +346,8 @@ def _set_model(config: Conversion) -> None:
 
 
 VOCABULARY = ("vocab_size", "padded_vocab_size")  # may be left out: a tokenizer gives it too
-MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # no trainer gives -1 or 0 a special meaning here
+# No trainer gives -1 or 0 a special meaning here
+MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 DECISIVE = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",

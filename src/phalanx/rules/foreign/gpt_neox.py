@@ -74,7 +74,7 @@ def translate_config(config: Conversion) -> None:
     if device in ("cpu", "nvme") or config.read_flag("zero_optimization.cpu_offload"):
         names = ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
         config.set_value("parallel.offload", "optimizer", *names)
-    # nothing is saved, unless another file of the same launch gives the folder
+    # Nothing is saved, unless another file of the same launch gives the folder
     if not config.has_leaf("save"):
         config.values.pop("checkpoint.keep", None)
         config.leave_unmapped("most_recent_k", "the file names no folder to save to")

@@ -31,10 +31,8 @@ class KnownModel:
     name: str
     preset: str = ""
     shape: Mapping[str, object] = field(default_factory=dict)
-    # a regular expression for the end of its name on Hugging Face
-    hugging_face: str = ""
-    # class names
-    nemo: tuple[str, ...] = ()
+    hugging_face: str = ""  # a regular expression for the end of its name on Hugging Face
+    nemo: tuple[str, ...] = ()  # class names
     torchtitan: tuple[str, ...] = ()  # "model flavour"
 
 

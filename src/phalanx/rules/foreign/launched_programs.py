@@ -16,9 +16,11 @@ from phalanx.rules.foreign.conversion import Conversion, Leaf
 from phalanx.rules.foreign.shell.named_settings import FSDP_FILE, LAUNCH_FILE, LAUNCH_JSON, UNREAD
 from phalanx.rules.foreign.shell.training_command import ACCELERATE
 
-PROGRAM = "verb.program"  # leaves added by the script reader: the file that is started, and what starts it
+# Leaves added by the script reader: the file that is started, and what starts it
+PROGRAM = "verb.program"
 LAUNCHER = "verb.launcher"
-PROGRAM_FILE = "program_file."  # prefix for the file that a program's --config names, if it cannot be read
+# Prefix for the file that a program's --config names, if it cannot be read
+PROGRAM_FILE = "program_file."
 # Arguments that only TrainingArguments has. Custom training loops have its other names too: save_steps,
 # warmup_ratio.
 ONLY_TRAINER = frozenset(
@@ -57,7 +59,8 @@ ALSO_TRAINER = ONLY_TRAINER | frozenset(
     ]
 )
 LEAST = 2
-PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and similar ones: TrainingArguments with more fields
+# Of FastChat, LLaVA and similar ones: TrainingArguments with more fields
+PROGRAMS = frozenset({"train_mem.py"})
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
     r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"

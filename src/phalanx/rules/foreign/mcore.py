@@ -273,7 +273,7 @@ def _read_checkpoint(config: Conversion, whole: bool) -> None:
     save, save_interval = config.find_leaf("save"), config.read_whole("save_interval")
     if save is not None and save_interval:
         config.set_value("checkpoint.steps", save_interval, "save_interval")
-    # null has the same meaning
+    # Null has the same meaning
     elif save is None and (whole or "checkpoint.save" in config.leaves):
         config.set_value("checkpoint.steps", NEVER, "save_interval", note="nothing is saved")
         config.theirs["checkpoint.steps"] = "save"
@@ -323,7 +323,7 @@ def _read_resume(config: Conversion) -> None:
     is_other_run = (
         save_leaf and load_leaf and (load_leaf.unknown or save_leaf.unknown or load_leaf.value != save_leaf.value)
     )
-    # arguments without --load: nothing is resumed
+    # Arguments without --load: nothing is resumed
     never_resumes = load_leaf is None and config.title == "Megatron-LM"
     starts_anew = config.read_flag("finetune") or is_other_run or never_resumes or config.open_why
     for key_part, states in LEFT_OUT.items():
@@ -373,7 +373,8 @@ def _read_buckets(config: Conversion) -> None:
             "comm.bucket_mib", min(65_536.0, mib), "bucket_size", note=f"{size:,} parameters × {width} bytes"
         )
     elif overlap:
-        config.set_value("comm.bucket_width", width)  # the size follows from the number of data ranks
+        # The size follows from the number of data ranks
+        config.set_value("comm.bucket_width", width)
     else:
         config.assume_default(
             "comm.bucket_mib", 65_536.0, "without overlap of the reduction all gradients are one bucket"

@@ -237,7 +237,7 @@ def _trains_nothing(command: TrainingCommand) -> bool:
         if canonical_flag(flag) in ("train_iters", "train_samples")
     ]
     if "inference" in flags or (programs and all(is_other_program(name) for name in programs)):
-        # it gets the arguments of a training, to build the model as it was trained
+        # It gets the arguments of a training, to build the model as it was trained
         return True
     if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
         return True  # --train-iters 0: the loss of a checkpoint is evaluated
@@ -384,7 +384,7 @@ def read_machines(config: Conversion) -> None:
             config.read_as[name] = replace(leaf, value=None)
     hosts_key = next((key for key in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(key) or 0) > 0), "")
     if hosts_key == "SBATCH.nodes" and config.has_leaf(STARTS_RANKS) and config.read_whole(hosts_key) != 1:
-        # the launcher does not get them: it starts as many runs, or gets the number differently
+        # The launcher does not get them: it starts as many runs, or gets the number differently
         hosts_key = ""
     devices_key = next((key for key in EACH_HOST if (config.read_whole(key) or 0) > 0), "")
     if devices_key.startswith("SBATCH.") and not _starts_tasks(config, devices_key):

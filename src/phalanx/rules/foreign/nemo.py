@@ -154,7 +154,7 @@ def translate_config(config: Conversion) -> None:
     config.machines = (hosts or 0, devices_each if devices_each and devices_each > 0 else 0)
     config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
     is_template = any(leaf.value == MANDATORY for leaf in config.leaves.values())
-    # the command line completes such a file: its number of hosts is a placeholder
+    # The command line completes such a file: its number of hosts is a placeholder
     if is_template:
         config.machines = (0, 0)
     _read_trainer(config)
@@ -326,7 +326,8 @@ def _read_model(config: Conversion) -> None:
         model = next((known_model for name in chain if (known_model := model_of_class(name.rpartition(".")[2]))), None)
         if model is not None:
             set_known_model(config, model, key, note=chain[0].rpartition(".")[2])
-    if "from_hf" in config.read_word("model._target_"):  # AutoBridge.from_hf_pretrained("…") of a Python recipe
+    # AutoBridge.from_hf_pretrained("…") of a Python recipe
+    if "from_hf" in config.read_word("model._target_"):
         read_named_model(config, "model._args_.0")
     activation = config.read_word("model.activation")
     if "swiglu" in activation:

@@ -30,16 +30,15 @@ class Trainer:
     name: str
     title: str
     framework: str
-    # gets the variables that the caller sets for a script
+    # Gets the variables that the caller sets for a script
     read: Callable[[Path, Mapping[str, str]], ReadConfig]
     translate: Callable[[Conversion], None]
-    # description of its files
-    example: str
+    example: str  # description of its files
 
 
 def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     if path.suffix == ".py":
-        # imported only if needed
+        # Imported only if needed
         from phalanx.rules.foreign.python_config.recipes import read_recipe
 
         return read_recipe(path, variables)
@@ -92,7 +91,7 @@ TRAINERS = {
         Trainer(
             name="olmo-core",
             title="OLMo-core",
-            # both wrap blocks with FSDP2
+            # Both wrap blocks with FSDP2
             framework="torchtitan",
             read=_read_file,
             translate=olmo_core.translate_config,

@@ -97,7 +97,8 @@ def _name_batch(config: Conversion) -> None:
     context, slots = config.read_whole(CONTEXT), config.read_whole(SLOTS)
     config.rename_leaf("training.seq_len", CONTEXT)
     length = context if context else 2048 if CONTEXT not in config.leaves else 0
-    tokens = slots if slots else 16_384 if SLOTS not in config.leaves else 0  # config/configs.py: TrainingConfig
+    # config/configs.py: TrainingConfig
+    tokens = slots if slots else 16_384 if SLOTS not in config.leaves else 0
     if not length or not tokens:
         for name in ("training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"):
             config.rename_leaf(name, SLOTS if SLOTS in config.leaves else CONTEXT)

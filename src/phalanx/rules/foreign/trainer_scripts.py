@@ -81,7 +81,8 @@ OTHER_FILE = re.compile(
     r"(train(ing)?_|args_|run_)?(args|arguments|config|cfg|recipe|yaml|params|hparams)_(file|path|yaml)|cfg|recipe"
 )
 MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
-MEGATRON_VERB = "verb.megatron"  # a leaf added here: ms-swift's Megatron commands have other keys and defaults
+# a leaf added here: ms-swift's Megatron commands have other keys and defaults
+MEGATRON_VERB = "verb.megatron"
 NO_PROGRAM = "has no command that could be read and starts a program with arguments of Hugging Face's Trainer"
 DTYPE = "that of the model's config.json (torch_dtype)"
 
@@ -98,7 +99,7 @@ def read_swift_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     """
     if path.suffix in TREES:
         leaves = read_tree(path)
-        # the other keys are those of `megatron sft`
+        # The other keys are those of `megatron sft`
         if "per_device_train_batch_size" not in leaves:
             line = next((leaves[name].line for name in MEGATRON_WORDS if name in leaves), 0)
             leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=line)
@@ -208,7 +209,7 @@ def translate_swift(config: Conversion) -> None:
     else:
         translate_trainer(config, micro=("per_device_train_batch_size", 1), length="max_length", recomputes=True)
         _read_dtype(config)
-        # its default accumulates until a step has 16 sequences
+        # Its default accumulates until a step has 16 sequences
         if not config.has_leaf("gradient_accumulation_steps"):
             config.values.pop("batch.per_replica", None)
     if (degree := config.read_whole("sequence_parallel_size")) is not None and degree > 0:

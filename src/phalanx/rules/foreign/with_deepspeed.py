@@ -47,7 +47,7 @@ def _set_loss_scale(config: Conversion, found: dict[str, Leaf] | None) -> None:
     if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0:
         config.values["precision.loss_scale"] = JobSetting(value=float(scale), note="static, of DeepSpeed's JSON")
     elif found is None:
-        # it is in a JSON that is not available
+        # It is in a JSON that is not available
         config.practice["loss_scale"] = None
 
 

@@ -32,7 +32,10 @@ class Unigram:
 
 
 class Bigram:
-    """Interpolated Kneser-Ney of order two (Chen and Goodman 1998), a strong bigram model."""
+    """Interpolated Kneser-Ney of order two (Chen and Goodman 1998).
+
+    It is the strongest model that uses only the previous token.
+    """
 
     def __init__(self, runs: list[Tokens], vocab: int) -> None:
         pairs = np.concatenate([run[:-1] * vocab + run[1:] for run in runs])
@@ -40,8 +43,10 @@ class Bigram:
         first_tokens, second_tokens = np.divmod(self._pairs, vocab)
         num_once, num_twice = int((counts == 1).sum()), int((counts == 2).sum())
         discount = num_once / (num_once + 2 * num_twice) if num_once and num_twice else 0.5
-        count_V = np.bincount(first_tokens, weights=counts, minlength=vocab)  # how often a token preceded another
-        kinds_V = np.bincount(first_tokens, minlength=vocab)  # how many different tokens followed it
+        # How often a token preceded another
+        count_V = np.bincount(first_tokens, weights=counts, minlength=vocab)
+        # How many different tokens followed it
+        kinds_V = np.bincount(first_tokens, minlength=vocab)
         self._share = (counts - discount) / count_V[first_tokens]
         with np.errstate(invalid="ignore"):
             self._rest_V = np.where(count_V > 0, discount * kinds_V / np.maximum(count_V, 1), 1.0)

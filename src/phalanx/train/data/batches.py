@@ -189,7 +189,7 @@ class ReadAhead(Generic[T]):
         while not self._stopped.is_set():
             try:
                 item: T | Exception = read(step)
-            # passed to the training loop, which requested the step
+            # Passed to the training loop, which requested the step
             except Exception as error:
                 item = error
             while not self._stopped.is_set():

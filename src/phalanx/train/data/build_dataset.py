@@ -47,11 +47,14 @@ from phalanx.train.data.tokenizer import (
 from phalanx.units import plural
 
 STATE = "progress.json"
-SHARD_TOKENS = 1 << 27  # 268 MB of uint16: a trillion tokens are 7,451 files, and a killed build loses minutes
-BATCH_BYTES = 1 << 18  # text encoded at once; 1,000 reviews take 5 to 20 % more CPU inside the tokenizer than 250
+# 268 MB of uint16: a trillion tokens are 7,451 files, and a killed build loses minutes
+SHARD_TOKENS = 1 << 27
+# Text encoded at once; 1,000 reviews take 5 to 20 % more CPU inside the tokenizer than 250
+BATCH_BYTES = 1 << 18
 # 2.4 s of CPU for 8,192 tokens; 33 MB took 21.6 s for 0.3 % fewer tokens (docs/data.md)
 SAMPLE_BYTES = 5 * 10**6
-MOST_MISSING = 0.1  # share of records without text above which the field name is considered wrong
+# Share of records without text above which the field name is considered wrong
+MOST_MISSING = 0.1
 FIRST_LOOK = 100  # records after which that share is meaningful
 
 
@@ -85,8 +88,7 @@ class _BuildState:
 
     fingerprint: str
     sources: list[Source] = field(default_factory=list)
-    # whether the last source is complete
-    complete: bool = True
+    complete: bool = True  # whether the last source is complete
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -340,7 +342,7 @@ def _record_batches(records: Iterator[Record], most_bytes: int) -> Iterator[list
     size = 0
     for record in records:
         batch.append(record)
-        # so that a million empty lines are not one batch
+        # So that a million empty lines are not one batch
         size += len(record.text or "") + 64
         if size >= most_bytes:
             yield batch

@@ -139,7 +139,7 @@ def fetch_corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _
         make_folder(path.parent)
         if not path.is_file():
             with only_builder(path, wait_s=WAIT_S):
-                # another process may have built it meanwhile
+                # Another process may have built it meanwhile
                 if not path.is_file():
                     _write_text(corpus_part, path, folder / "packages", note)
         licence = f"{corpus_part.package.licence} ({corpus_part.package.name} {corpus_part.package.version})"

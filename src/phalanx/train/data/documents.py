@@ -15,10 +15,12 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.files import read_failure
 from phalanx.io.path_probes import is_file, is_folder
 
-LONGEST_BYTES = 16 << 20  # a longer document is split at a line end: it must fit in memory to be hashed
+# a longer document is split at a line end: it must fit in memory to be hashed
+LONGEST_BYTES = 16 << 20
 LONGEST_LINE_BYTES = 64 << 20
 HEAD_BYTES = 8 << 10
-MOST_BAD_HEAD = 0.3  # share of undecodable characters in the head above which a file is not text
+# Share of undecodable characters in the head above which a file is not text
+MOST_BAD_HEAD = 0.3
 PARQUET_ROWS = 256
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
@@ -171,7 +173,8 @@ class _Buffered:
         return head
 
 
-Pieces = Iterator[tuple[bytes, bool]]  # bytes of a document, and whether they are only a part of one
+# Bytes of a document, and whether they are only a part of one
+Pieces = Iterator[tuple[bytes, bool]]
 
 
 def _whole_files(stream: _Buffered) -> Pieces:

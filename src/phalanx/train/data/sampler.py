@@ -17,7 +17,8 @@ Words = NDArray[np.uint64]
 # Three rounds shuffle a million samples so well that neighbours meet as by chance; only tiny sizes need more: over
 # 20,000 epochs of 5 samples chi² per degree of freedom is 26 with 4 rounds, 8 with 6, 2 with 8 and 1.2 with 10.
 ROUNDS = 10
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64 (Steele, Lea, Flood 2014)
+# 2**64 / golden ratio, the increment of splitmix64 (Steele, Lea, Flood 2014)
+GOLDEN = 0x9E3779B97F4A7C15
 MOST_PERIOD = 2**31  # the product of two numbers below it fits int64
 
 
@@ -158,7 +159,7 @@ def permute_places(places: Words, key: Words, size: int) -> Words:
     columns = -(-size // rows)
     value = _feistel_round(places, key, rows, columns)
     outside = np.flatnonzero(value >= size)
-    # fewer than `rows` cells of the grid are outside, so this is rare except for tiny sizes
+    # Fewer than `rows` cells of the grid are outside, so this is rare except for tiny sizes
     while outside.size:
         value[outside] = _feistel_round(value[outside], key[outside], rows, columns)
         outside = outside[value[outside] >= size]

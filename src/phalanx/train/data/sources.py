@@ -117,7 +117,8 @@ class OwnBatches:
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
         """Return (tokens, targets) of a step; the next steps are read in the background."""
-        if self._last is not None and self._last.step == step:  # the comparison of compiled code reads a step twice
+        # The comparison of compiled code reads a step twice
+        if self._last is not None and self._last.step == step:
             return self._last.tokens, self._last.targets
         if self._reader is None or self._reader.next_step != step:
             if not self._indexed and self._reader is not None:

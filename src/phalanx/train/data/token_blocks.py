@@ -33,7 +33,8 @@ from phalanx.job.dataset import (
     count_blocks,
 )
 
-MOST_FILES = 256  # shards open at once; each takes a file descriptor, and 1,024 is a usual limit
+# Shards open at once; each takes a file descriptor, and 1,024 is a usual limit
+MOST_FILES = 256
 MOST_CACHE_BYTES = 1 << 25  # blocks cached by a rank: the corpus of a first run fits
 MOST_READ_BYTES = 1 << 22  # read at once
 
@@ -60,7 +61,7 @@ class _OpenShard:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable_file(self.path, error) from error
-        # once no reader refers to it
+        # Once no reader refers to it
         weakref.finalize(self, os.close, self._descriptor)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise mistake(str(self.path), "is not a file", fix=REBUILD)

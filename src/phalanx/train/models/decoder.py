@@ -24,7 +24,7 @@ TIED = ("embed.tokens.weight", "head.weight")
 class OutputHead(nn.Linear):
     """Output projection to logits, or, given targets, to the summed loss without storing all logits."""
 
-    # compute the three products in fp8 while training; set if the job allows it and it was measured to be faster
+    # Compute the three products in fp8 while training; set if the job allows it and it was measured to be faster
     float8 = False
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         self.shape = shape
         # positions_S of this rank's tokens; None means 0 .. S-1
         self.positions: Tensor | None = None
-        # the measured choice of a kernel, if any
+        # The measured choice of a kernel, if any
         self.rope_kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.embed = Embedding(shape) if first else None
         self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in layer_numbers})

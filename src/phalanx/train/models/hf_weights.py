@@ -79,7 +79,7 @@ def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterat
             for name, tensor in zip(match.ours, tensors, strict=True):
                 if name in names:
                     yield name, tensor
-                # on a last stage the tied table is named as its head
+                # On a last stage the tied table is named as its head
                 if name == TIED[0] and shape.tied and TIED[1] in names:
                     yield TIED[1], tensor
 

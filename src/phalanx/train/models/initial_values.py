@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-STD = 0.02  # Radford et al. 2019 (GPT-2); projections into the residual stream are divided by √(2 · layers) there
+# Radford et al. 2019 (GPT-2); projections into the residual stream are divided by √(2 · layers) there
+STD = 0.02
 RESIDUAL = (".attn.wo.weight", ".mlp.down.weight", ".mlp.shared.down.weight", ".mlp.experts.down")
 LEAST_THREADED = 2**20  # numbers; fewer are drawn without threads
-ROWS = 256  # rows drawn from one key: a rank that holds a tenth of a tensor draws about a tenth of its numbers
+# Rows drawn from one key: a rank that holds a tenth of a tensor draws about a tenth of its numbers
+ROWS = 256
 
 
 def draw_values(
@@ -55,7 +57,7 @@ def draw_values(
     if values_drawn.numel() < LEAST_THREADED or torch.get_num_threads() == 1:
         for index in blocks:
             draw_block(index)
-    # each block has its own generator, so the order does not matter; a billion numbers take one core 8 s
+    # Each block has its own generator, so the order does not matter; a billion numbers take one core 8 s
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(draw_block, blocks))
@@ -64,4 +66,5 @@ def draw_values(
 
 def _tensor_key(seed: int, name: str, index: int) -> int:
     digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: the largest seed that manual_seed takes
+    # 63 bits: the largest seed that manual_seed takes
+    return int.from_bytes(digest[:8], "big") >> 1

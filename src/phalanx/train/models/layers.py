@@ -106,9 +106,9 @@ class Mlp(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=bias)
         self.down = nn.Linear(ffn, hidden, bias=bias)
         self.act = ACTIVATIONS[activation]
-        # the selected kernel of act(gate) · up, if any
+        # The selected kernel of act(gate) · up, if any
         self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None
-        # backward recomputes act(gate) · up instead of saving it
+        # Backward recomputes act(gate) · up instead of saving it
         self.drops_product = False
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Rope:
     def __init__(self, *, cos_SR: Tensor, sin_SR: Tensor) -> None:
         self.cos_SR = cos_SR
         self.sin_SR = sin_SR
-        # the selected kernel, if any: (heads, cosines, sines) -> rotated heads
+        # The selected kernel, if any: (heads, cosines, sines) -> rotated heads
         self.kernel: Core | None = None
 
     def turn(self, x_BSNH: Tensor) -> Tensor:

@@ -194,7 +194,8 @@ class Moe(nn.Module):
 
 
 def _count_tokens(counts_E: Tensor, choice_BM: Tensor, times_BM: Tensor | None) -> None:
-    is_recompute = torch._C._current_graph_task_id() != -1  # the same test as in torch.utils.checkpoint
+    # The same test as in torch.utils.checkpoint
+    is_recompute = torch._C._current_graph_task_id() != -1
     if not is_recompute:
         counts_E += count_visits(choice_BM, len(counts_E), times_BM)
 

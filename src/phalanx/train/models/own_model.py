@@ -27,7 +27,8 @@ from phalanx.train.models.protocol import Network, Staged, build_model
 from phalanx.train.state.shards import STORED_DTYPES, dtype_name
 from phalanx.units import first_few, format_bytes
 
-GAP = 0.02  # parameters may differ by this share from the shape before the plan's memory is considered wrong
+# Parameters may differ by this share from the shape before the plan's memory is considered wrong
+GAP = 0.02
 PREFIX = "network."  # prepended to every name of the network
 SHOWN = 6  # names listed per problem
 
@@ -41,8 +42,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
-    # whether checkpoints contain it: all but buffers registered with persistent=False
-    saved: bool
+    saved: bool  # whether checkpoints contain it: all but buffers registered with persistent=False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +84,9 @@ class OwnStage(nn.Module):
         super().__init__()
         assert isinstance(network, Network)
         self.shape = shape
-        # of the full network
+        # Of the full network
         self.outline = outline
-        # part of the decoder's interface; a user's own network computes its positions itself
+        # Part of the decoder's interface; a user's own network computes its positions itself
         self.positions: Tensor | None = None
         self.network = network
         # a plain dict, so that the modules stay registered under their own names only
@@ -145,7 +145,7 @@ def build_stage(
         network = _without_storage(lambda: stage_of(layers, first=first, last=last))
         _refuse_other_names(shape, network, outline, layers)
         _take_plain_tensors(network, full_network)
-    # not a subclass, but the same interface
+    # Not a subclass, but the same interface
     return cast(Decoder, OwnStage(shape, network, outline, last=last))
 
 
@@ -161,7 +161,7 @@ def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
         if not any(_plain_tensors_on_meta(network)):
             return network
     except UserError:
-        # such as `.item()` of a drop rate; a user's own error is raised again below
+        # Such as `.item()` of a drop rate; a user's own error is raised again below
         pass
     network = make()
     shared = _shared_places(network)

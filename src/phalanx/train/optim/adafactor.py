@@ -21,7 +21,8 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 
 GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
 TINY = 1e-30  # added to squared gradients: epsilon 1 of the paper
-LARGEST_RMS = 1.0  # updates are scaled down to this root mean square: d of the paper's section 6
+# Updates are scaled down to this root mean square: d of the paper's section 6
+LARGEST_RMS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +70,7 @@ class Adafactor:
             self._shard_update(shard, shard_factors, scale).square().sum()
             for shard, shard_factors, scale in self._shards_with_scales(scales)
         ]
-        groups = [
-            tuple(group for dim in sorted(state_shard.groups) for group in state_shard.groups[dim])
-            for state_shard in self._shards
-        ]
+        groups = [tuple(group for dim in sorted(shard.groups) for group in shard.groups[dim]) for shard in self._shards]
         totals = _sum_each(squares, groups)
         for i, (shard, factors, scale) in enumerate(self._shards_with_scales(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
@@ -83,7 +81,8 @@ class Adafactor:
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""
         means = [
-            (shard, factors_, factors_.column) for shard, factors_ in zip(self._shards, self._factors, strict=True)
+            (shard, shard_factors, shard_factors.column)
+            for shard, shard_factors in zip(self._shards, self._factors, strict=True)
         ]
         rows = [
             _squared_gradient(shard) if column is None else _squared_gradient(shard).sum(-1)
@@ -103,12 +102,12 @@ class Adafactor:
     def _row_scales(self) -> list[torch.Tensor]:
         """Return the mean of each matrix's row means, over all its rows; ones for a vector."""
         sums = [
-            factors_.row.sum(-1, keepdim=True) if factors_.column is not None else torch.ones_like(factors_.row)
-            for factors_ in self._factors
+            factors.row.sum(-1, keepdim=True) if factors.column is not None else torch.ones_like(factors.row)
+            for factors in self._factors
         ]
         groups = [
-            _groups_along(owner, -2) if factors_.column is not None else ()
-            for owner, factors_ in self._shards_with_factors()
+            _groups_along(shard, -2) if factors.column is not None else ()
+            for shard, factors in self._shards_with_factors()
         ]
         totals = _sum_each(sums, groups)
         return [

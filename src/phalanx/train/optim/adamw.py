@@ -22,7 +22,8 @@ from phalanx.train.kernels.triton_support import can_launch
 from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-FUSED = ("cpu", "cuda")  # devices with a fused kernel on every supported torch; others use the foreach one
+# Devices with a fused kernel on every supported torch; others use the foreach one
+FUSED = ("cpu", "cuda")
 
 
 class AdamW:

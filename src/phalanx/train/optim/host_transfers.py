@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-PIECE_VALUES = 2**24  # values of a weight per transfer back: 64 MiB in fp32, which is all the GPU allocates for it
+# Values of a weight per transfer back: 64 MiB in fp32, which is all the GPU allocates for it
+PIECE_VALUES = 2**24
 
 
 class HostTransfers:
@@ -32,7 +33,7 @@ class HostTransfers:
         """Start copying every gradient to `gradients`, in order."""
         current = torch.cuda.current_stream(self._piece.device)
         self._out.wait_stream(current)
-        # do not overwrite a weight that is still being read
+        # Do not overwrite a weight that is still being read
         self._back.wait_stream(current)
         with torch.cuda.stream(self._out):
             for host, grad, arrived in zip(self.gradients, grads, self._arrived, strict=True):

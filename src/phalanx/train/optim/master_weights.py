@@ -38,7 +38,7 @@ class MasterWeights:
             for stage_tensor, master in pairs
             if master is not None
         ]
-        # created at the first update
+        # Created at the first update
         self._transfers: HostTransfers | None = None
 
     def _master_copy(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -77,7 +77,7 @@ class MasterWeights:
             shard.tensor.grad = host
         if isinstance(optimizer, AdamW):
             optimizer.step_each(lr, before=transfers.await_gradient, after=transfers.return_weight)
-        # another optimizer may need the gradients of several shards at once
+        # Another optimizer may need the gradients of several shards at once
         else:
             for place in range(len(shards)):
                 transfers.await_gradient(place)

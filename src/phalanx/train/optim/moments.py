@@ -15,7 +15,8 @@ import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-BLOCK = 256  # elements that share a scale: 4 bytes of scale per 256 of codes is 1.6 % (Dettmers et al. 2022 use 2048)
+# Elements that share a scale: 4 bytes of scale per 256 of codes is 1.6 % (Dettmers et al. 2022 use 2048)
+BLOCK = 256
 # A value closer to a code than this share of a step becomes that code: fp32 is off by 4e-5, and a reload must be
 # exact.
 SNAP = 1e-4
@@ -156,7 +157,8 @@ def readable_moment(form: MomentFormat, kept: Kept, like: torch.Tensor) -> torch
 
 
 SIDES = 65536  # values of a 16-bit random number: bf16 drops 16 bits of an fp32 value
-_GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
+# 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
+_GOLDEN = 0x9E3779B1 - 2**32
 _MIX = 0x85EBCA6B - 2**32  # from the finaliser of MurmurHash3
 
 

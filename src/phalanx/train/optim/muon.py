@@ -19,11 +19,13 @@ from phalanx.train.optim.moments import high_bits, moment_format, readable_momen
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 ITERATIONS = 5
-QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.: steepest at 0, so small singular values rise in few iterations
+# Jordan et al.: steepest at 0, so small singular values rise in few iterations
+QUINTIC = (3.4445, -4.7750, 2.0315)
 # Updates with the root mean square that AdamW's usually have, so that lr and weight decay carry over: section 2.2
 # of Liu et al. 2025, "Muon is scalable for LLM training" (arXiv:2502.16982).
 ADAM_RMS = 0.2
-NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored separately, which has no matrix geometry
+# Their rows are looked up or scored separately, which has no matrix geometry
+NOT_BY_MUON = ("embed.", "head.")
 OWN = "network."  # prefix of the names of a user's own network
 
 

@@ -78,7 +78,7 @@ class AcrossReplicas:
         """
         if self._is_broken:
             return False
-        # no other replica is left
+        # No other replica is left
         if self._group is None:
             return True
         for bucket in _fill_buckets(tensors):

@@ -30,8 +30,7 @@ class BufferSlot:
     module: nn.Module
     key: str
     tensor: torch.Tensor
-    # whether checkpoints contain it
-    saved: bool
+    saved: bool  # whether checkpoints contain it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +52,7 @@ class BufferExchange:
         norm_slots = {id(slot) for norm in self._norms for slot in norm.slots}
         self._others = [slot for slot in self._slots if id(slot) not in norm_slots]
         self._digests: list[torch.Tensor] = []
-        # digests at construction of the buffers that no checkpoint contains
+        # Digests at construction of the buffers that no checkpoint contains
         self._built: dict[str, torch.Tensor] = {}
 
     def remember(self) -> None:

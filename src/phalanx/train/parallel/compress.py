@@ -29,12 +29,9 @@ from phalanx.train.parallel.compress_powersgd import PowerSgd
 class Codec(Protocol):
     """Sums gradient buckets over a group with fewer bytes on the wire; `key` numbers the bucket."""
 
-    # sent by this rank in all calls so far
-    bytes_sent: int
-    # that uncompressed ring all-reduces of the same buckets would have sent
-    bytes_raw: int
-    # sum exactly, without compression and without error feedback
-    is_off: bool
+    bytes_sent: int  # bytes that this rank has sent in all calls so far
+    bytes_raw: int  # bytes that uncompressed ring all-reduces of the same buckets would have sent
+    is_off: bool  # sum exactly, without compression and without error feedback
 
     def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
         """Declare, once and before the first sum of a bucket, the shapes of its tensors in order."""

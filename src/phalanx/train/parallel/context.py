@@ -179,7 +179,8 @@ def join_all(parts_C: Tensor, dim: int) -> Tensor:
 # ascend.
 
 
-_FLASH_HEADS = (8, 256)  # the CUDA kernel requires a head size that is a multiple of 8 and at most 256
+# The CUDA kernel requires a head size that is a multiple of 8 and at most 256
+_FLASH_HEADS = (8, 256)
 
 
 def attend_block(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -215,7 +216,7 @@ def attend_backward(
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*block, 0.0, causal)
         return dq, dk, dv
     if _fits_flash(q_BNSH):
-        # dropout's random state, which the kernel wants and does not read without dropout
+        # Dropout's random state, which the kernel wants and does not read without dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_BNSH.device)
         lengths = (None, None, q_BNSH.shape[2], k_BKSH.shape[2])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -25,8 +25,7 @@ class ParallelDims:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    # number of data × context ranks that share one sharded copy
-    shard: int = 1
+    shard: int = 1  # number of data × context ranks that share one sharded copy
     zero: int = 0
 
     @classmethod
@@ -54,12 +53,18 @@ class ParallelDims:
 
     @property
     def copies(self) -> int:
-        """Number of copies of the (possibly sharded) dense weights: HSDP's outer axis."""
+        """Number of copies of the (possibly sharded) dense weights.
+
+        These are HSDP's outer axis, or all data ranks without ZeRO.
+        """
         return self.data * self.context // self.shard
 
     @property
     def expert_shard(self) -> int:
-        """Number of an expert's copies that share its sharded state, as the planner counts them."""
+        """Number of an expert's copies that share its sharded state.
+
+        These are the copies inside the shard group, as the planner counts them.
+        """
         if not self.zero:
             return 1
         holders = self.stage // self.expert
@@ -76,8 +81,7 @@ class ParallelDims:
 class GroupTime:
     """Time this rank spent on creating the groups of one axis; each group is a communicator."""
 
-    # mesh and axis, as "dense/tensor"
-    group: str
+    group: str  # mesh and axis, as "dense/tensor"
     ranks: int  # of one group
     count: int = 0
     seconds: float = 0.0
@@ -88,14 +92,10 @@ class Meshes:
     """The ranks of the job in up to four meshes, each of which covers all ranks, with the pipeline axis outermost."""
 
     dims: ParallelDims
-    # pipeline, copies, shard, tensor: which rank holds which part of the dense weights
-    dense: DeviceMesh
-    # pipeline, data, context, tensor: which rank computes which tokens
-    work: DeviceMesh
-    # pipeline, copies, shard, expert: which rank holds which experts
-    experts: DeviceMesh | None
-    # pipeline, stage: the ranks that count the tokens of their experts together
-    stages: DeviceMesh | None
+    dense: DeviceMesh  # pipeline, copies, shard, tensor: which rank holds which part of the dense weights
+    work: DeviceMesh  # pipeline, data, context, tensor: which rank computes which tokens
+    experts: DeviceMesh | None  # pipeline, copies, shard, expert: which rank holds which experts
+    stages: DeviceMesh | None  # pipeline, stage: the ranks that count the tokens of their experts together
     group_times: list[GroupTime] = field(default_factory=list)
 
     def group(self, axis: str) -> ProcessGroup:

@@ -102,8 +102,7 @@ class ExpertSlices:
     """Token handling where each rank of the tensor group holds a slice of every expert's width, as of a dense MLP."""
 
     group: ProcessGroup
-    # F of the unsplit expert
-    width: int
+    width: int  # F of the unsplit expert
     sequence_parallel: bool  # whether the ranks of the group hold different tokens
     balanced: bool = False
 

@@ -117,7 +117,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        # otherwise no fp8 product can sum over these tokens
+        # Otherwise no fp8 product can sum over these tokens
         ctx.whole_units = x_TI.shape[0] % UNIT == 0
         x_rows, weight_rows = round_rows(x_TI), round_rows(weight_OI)
         x_scale, weight_scale = x_rows[1].amax(), weight_rows[1].amax()

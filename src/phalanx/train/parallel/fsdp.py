@@ -53,7 +53,7 @@ def shard_params(
 ) -> None:
     """Shard every block, then the other parameters; `mesh` has the axes copies and shard (HSDP when both exceed 1)."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    # pinned memory serves transfers to a GPU only
+    # Pinned memory serves transfers to a GPU only
     pinned = mesh.device_type == "cuda"
     host: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     settings: dict[str, Any] = {

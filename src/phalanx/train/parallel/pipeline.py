@@ -101,7 +101,7 @@ def build_schedule(
     if not fits:
         check_micro_batches(name, chunks, group.size(), micro_batches)
     if not fits and name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
-        # with so few micro-batches the two orders are the same, and torch refuses 1F1B
+        # With so few micro-batches the two orders are the same, and torch refuses 1F1B
         name = "gpipe"
     kind = _OwnOrder if fits else schedule_class(name, chunks)
     lean_stages: list[Any] = []

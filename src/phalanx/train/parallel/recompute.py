@@ -82,7 +82,7 @@ def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callabl
             (module, key) for module in block.modules() for key, buffer in module._buffers.items() if buffer is not None
         ]
         before = [module._buffers[key] for module, key in slots]
-        # selective recompute counts operators, and these clones are not part of the block
+        # Selective recompute counts operators, and these clones are not part of the block
         with _disable_current_modes():
             for (module, key), buffer in zip(slots, before, strict=True):
                 module._buffers[key] = buffer.clone() if buffer is not None else None

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.train.parallel.compress import Codec
 
-BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small enough to start early
+# DDP's default: large enough for bandwidth, small enough to start early
+BUCKET_BYTES = 25 * 2**20
 
 
 class LocalGradientWatcher(Protocol):
@@ -175,7 +176,7 @@ class Replicas:
 
     def _sum_bucket(self, flat: torch.Tensor, group: ProcessGroup, key: int) -> Any:
         if self._codec is not None and flat.is_cuda:
-            # asynchronous on GPUs: the collective runs in the CUDA stream
+            # Asynchronous on GPUs: the collective runs in the CUDA stream
             return self._codec.all_reduce(flat, group, key)
         if self._codec is not None and self._thread is not None:
             return self._thread.submit(self._codec.all_reduce, flat, group, key)

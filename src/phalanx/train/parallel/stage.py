@@ -92,7 +92,7 @@ class LeanStage(PipelineStage):
         if self.has_backward:
             _drop_buffers(self.grad_recv_info[bwd_chunk_id])
         if loss is not None:
-            # the schedule keeps every loss, whose graph would keep the input of the last stage
+            # The schedule keeps every loss, whose graph would keep the input of the last stage
             loss.detach_()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -118,7 +118,7 @@ class LeanStage(PipelineStage):
             return ops
         while len(self._under_way) >= MOST_UNDER_WAY:
             schedules._wait_batch_p2p(self._under_way.popleft())
-        # started as the schedule would, because NCCL does not pair batched with single operations
+        # Started as the schedule would, because NCCL does not pair batched with single operations
         self._under_way.append(schedules._batch_p2p(ops))
         return []
 
@@ -134,7 +134,7 @@ def _take_buffers(known: dict[int, tuple[Any, ...]], count: int) -> list[_Form |
     Return the forms.
     """
     first = known[0]
-    # the first stage's tokens have no buffer (torch 2.11: no such field)
+    # The first stage's tokens have no buffer (torch 2.11: no such field)
     buffers = [getattr(info, "buffer", None) for info in first]
     _drop_buffers(first)
     for chunk in range(1, count):

@@ -119,7 +119,9 @@ def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) ->
 
 
 def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (first, length) of a chunk as torch.chunk divides: of ceiling size, but late ones may be empty.
+    """Return (first, length) of a chunk as torch.chunk divides.
+
+    All chunks but the last have the ceiling size, and late ones may be empty.
 
     >>> [chunk_range(5, 4, index) for index in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]

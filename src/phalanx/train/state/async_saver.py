@@ -48,7 +48,8 @@ class AsyncSaver:
         point: Callable[[str], None] = lambda name: None,
         trusted_step: Callable[[], int | None] = lambda: None,
     ) -> None:
-        storage = open_storage(root)  # once, because connecting to an object store takes longer than a small save
+        # Once, because connecting to an object store takes longer than a small save
+        storage = open_storage(root)
         self._save = partial(
             save_checkpoint,
             storage,

@@ -95,8 +95,7 @@ class RankFiles:
     data_bytes: int
     index_bytes: int
     index_sha256: str
-    # number of shards; the index of a rank without any need not be opened
-    tensors: int
+    tensors: int  # number of shards; the index of a rank without any need not be opened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

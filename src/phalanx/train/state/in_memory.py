@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer  # used by the function below
+
+# Used by the function below
+from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer
 from phalanx.elastic.replica_ring import ReplicaRing
 from phalanx.elastic.replica_store import (
     BUFFERS,
@@ -39,7 +41,8 @@ from phalanx.train.state.snapshot import (
 
 CLOSE_S = 3.0  # the longest wait for a copy in transit to a host that may be dead
 CONNECT_S = 2.0
-ANSWER_S = 30.0  # for the other side to receive a copy; a dead one ends the connection long before
+# For the other side to receive a copy; a dead one ends the connection long before
+ANSWER_S = 30.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # pauses between two attempts
 
 
@@ -82,8 +85,10 @@ class InMemoryCheckpointer:
         self._rank, self._world, self._generation, self._restored = rank, world, generation, restored
         self._segments = replica_store.buffers("own", slot)
         self._sequence = next_sequence_number(self._segments)
-        self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
-        self._busy: dict[int, int] = {}  # buffer by step, until the copy is complete here and on the peer
+        # Steps that may be needed, the same on all ranks
+        self._kept = [] if restored is None else [restored[1]]
+        # Buffer by step, until the copy is complete here and on the peer
+        self._busy: dict[int, int] = {}
         self._safe = -1
         self._reservation = MemoryReservation()
         self._sealer = JobThread("replica-seal")
@@ -153,7 +158,8 @@ class InMemoryCheckpointer:
         state = (self.trouble, is_skipped)
         if state != self._last_state:
             self._last_state = state
-            trouble = redact(state[0], os.environ)  # the text may come from a library or from another host
+            # The text may come from a library or from another host
+            trouble = redact(state[0], os.environ)
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free_segment(self, held: int, *, busy: Collection[int]) -> int | None:
@@ -320,7 +326,7 @@ class JobThread:
             try:
                 if self._error is None:
                     job()
-            # raised in the thread that queues the next job
+            # Raised in the thread that queues the next job
             except BaseException as error:
                 self._error = error
             with self._idle:

@@ -21,7 +21,8 @@ from phalanx.train.state.paths import Location
 from phalanx.train.state.rescue import WRITE_S, claim_place, is_local_place, leave_place, rescue_places
 from phalanx.train.state.save import SavedCheckpoint
 
-PAUSES_S = (0.0, 1.0, 2.0)  # before each new attempt at the original place: disks and stores fail temporarily
+# Before each new attempt at the original place: disks and stores fail temporarily
+PAUSES_S = (0.0, 1.0, 2.0)
 
 WriteTo = Callable[
     [Location, int, float], SavedCheckpoint

@@ -25,18 +25,13 @@ class CheckpointEntry:
 
     path: Location
     step: int
-    # of the files of all ranks; None if the manifest cannot be read
-    size_bytes: int | None = None
-    # number of ranks that wrote it
-    world: int | None = None
+    size_bytes: int | None = None  # of the files of all ranks; None if the manifest cannot be read
+    world: int | None = None  # number of ranks that wrote it
     layout: str = ""
-    # trained on so far
-    tokens: int | None = None
+    tokens: int | None = None  # trained on so far
     run_id: str = ""
-    # versions of Phalanx and torch that wrote it
-    code: str = ""
-    # every problem that was found
-    damage: tuple[str, ...] = ()
+    code: str = ""  # versions of Phalanx and torch that wrote it
+    damage: tuple[str, ...] = ()  # every problem that was found
 
 
 def list_checkpoints(

@@ -130,7 +130,7 @@ class ObjectDraft:
     """The files of one attempt."""
 
     def __init__(self, store: Any, root: Url, step: int, attempt: str) -> None:
-        # raises UserError for an invalid attempt
+        # Raises UserError for an invalid attempt
         paths.draft_name(step, attempt)
         self._store, self._attempt = store, attempt
         self._commit = root / paths.commit_name(step)
@@ -255,7 +255,8 @@ class ObjectStorage:
 
 def _written_s(entry: dict[str, Any]) -> float:
     written = entry.get("LastModified") or entry.get("created") or entry.get("updated")
-    return written.timestamp() if isinstance(written, datetime) else time.time()  # unknown: it may still be written
+    # unknown: it may still be written
+    return written.timestamp() if isinstance(written, datetime) else time.time()
 
 
 def _list_prefix(store: Any, location: Url) -> dict[str, str]:

@@ -103,4 +103,5 @@ def _text_tensor(text: Any) -> torch.Tensor:
 
 def _seed_from(text: str) -> int:
     digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: the largest seed that manual_seed takes
+    # 63 bits: the largest seed that manual_seed takes
+    return int.from_bytes(digest[:8], "big") >> 1

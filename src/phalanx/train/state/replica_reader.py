@@ -225,7 +225,7 @@ class SnapshotReader:
 
     def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: SnapshotId, access: _ReplicaAccess) -> None:
         self._where, self._wanted, self._access = where, wanted, access
-        # copies on this host first
+        # Copies on this host first
         self._places = sorted(places, key=lambda place: place.host != access.local_host)
         self._read: dict[str, torch.Tensor] = {}
         self._index: SnapshotIndex | None = None

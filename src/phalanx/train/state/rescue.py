@@ -28,7 +28,8 @@ from phalanx.train.state.replica_reader import LocalReplica, SnapshotId, Unusabl
 from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 from phalanx.train.state.snapshot import decode_snapshot_index
 
-OTHERS_S = 5.0  # for the other hosts to list what they hold: all receive the end at the same time
+# For the other hosts to list what they hold: all receive the end at the same time
+OTHERS_S = 5.0
 WRITE_S = 120.0  # for the slowest host to write its ranks
 LOOK_S = 0.02
 

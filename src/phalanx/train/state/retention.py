@@ -21,7 +21,8 @@ from phalanx.train.state.paths import Location, commit_step
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.storage import CheckpointFolder, CheckpointStorage, open_storage
 
-ROOM = 1.05  # factor on a checkpoint's bytes: blocks, folders, the manifest, and the events of the steps until then
+# Factor on a checkpoint's bytes: blocks, folders, the manifest, and the events of the steps until then
+ROOM = 1.05
 
 
 def remove_drafts(root: Location | str) -> None:
@@ -202,7 +203,7 @@ def make_room(
             with fence():
                 storage.delete(places[step])
             deleted_steps.append(step)
-    # the save itself then reports the error
+    # The save itself then reports the error
     except (OSError, DamagedCheckpoint):
         pass
     return deleted_steps

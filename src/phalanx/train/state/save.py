@@ -68,8 +68,10 @@ class SavedCheckpoint:
     bytes: int
     seconds: float
     total_bytes: int | None = None
-    deleted_for_room: tuple[int, ...] = ()  # steps deleted for space on a full disk, although `keep` wanted them
-    deleted_untrusted: tuple[int, ...] = ()  # steps that a roll-back set aside, and that checkpoints have now replaced
+    # Steps deleted for space on a full disk, although `keep` wanted them
+    deleted_for_room: tuple[int, ...] = ()
+    # Steps that a roll-back set aside, and that checkpoints have now replaced
+    deleted_untrusted: tuple[int, ...] = ()
 
 
 def save_checkpoint(
@@ -154,7 +156,7 @@ def save_checkpoint(
             )
             if trusted is not None:
                 untrusted = delete_replaced(storage, trusted_step=trusted)
-            # for the next save, while no rank writes
+            # For the next save, while no rank writes
             deleted += make_room(storage, trusted_step=trusted)
         point("prune")
     return SavedCheckpoint(
@@ -179,7 +181,7 @@ def _check_meta(meta: Mapping[str, JSON]) -> None:
 def _code_version() -> str:
     try:
         phalanx_version = version("phalanx")
-    # run from a source tree that was never installed
+    # Run from a source tree that was never installed
     except PackageNotFoundError:
         phalanx_version = "from source"
     return f"phalanx {phalanx_version}, torch {torch.__version__}"
@@ -305,7 +307,7 @@ def _commit_draft(
     draft.seal(text, map(paths.done_name, range(manifest.world)))
     point("manifest")
     with fence():
-        # the last moment at which the previous checkpoint still counts
+        # The last moment at which the previous checkpoint still counts
         point("set-aside")
         _raise_if_abandoned(abandoned)
         draft.commit(text)

@@ -112,8 +112,7 @@ class StoredDtype:
     """An element type that a checkpoint may hold."""
 
     torch: torch.dtype
-    # the name in safetensors
-    tag: str
+    tag: str  # the name in safetensors
     size_bytes: int
 
 

@@ -26,7 +26,8 @@ ALIGN_BYTES = 64  # a cache line, and more than any element
 # Space for an index: names, shapes and numbers of a shard take 150 to 250 bytes; the segment grows if it is too
 # small.
 ROW_BYTES = 256
-MOST_SUMMERS = 4  # threads that compute checksums; a rank on a CPU has one, and shares it with training
+# Threads that compute checksums; a rank on a CPU has one, and shares it with training
+MOST_SUMMERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +120,7 @@ def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     failed |= int(runtime.cudaHostRegister(_view_address(view), len(view), 0))
     segment.pinned = view
     if failed:
-        # clears the failure, which the next kernel launch would report again
+        # Clears the failure, which the next kernel launch would report again
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
 

@@ -28,7 +28,8 @@ from phalanx.train.state.reader import CheckpointReader, StateSource, own_first,
 from phalanx.train.state.restore import prepare_restore
 from phalanx.units import plural
 
-UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
+# The last three: another program's manifest
+UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)
 MOST_REASON = 2048  # bytes of a reason that one rank sends to all others
 
 
@@ -37,8 +38,7 @@ class RestoredRun:
     """Result of a restore: `step` steps are done. `warnings` describe newer checkpoints that could not be used."""
 
     step: int = 0
-    # digest of the tokens the checkpoint was trained on
-    data: str = ""
+    data: str = ""  # digest of the tokens the checkpoint was trained on
     warnings: tuple[str, ...] = ()
 
 
@@ -187,7 +187,7 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
         engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random_state(source, rank=rank, world=world, device=engine.device)
-    # each rank's own, or rank 0's for all
+    # Each rank's own, or rank 0's for all
     callback_state = source.index(rank if world == source.world else 0).meta.get("callbacks")
     engine.restored_extras = {
         "callbacks": callback_state or {},

@@ -34,12 +34,12 @@ def read_whole_tensors(
     for stored in reader.tensors().values():
         if not select(stored.name):
             continue
-        # first, so that a forged shape without the bytes to fill it costs no memory
+        # First, so that a forged shape without the bytes to fill it costs no memory
         stored.check_whole()
         tensor = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype].torch)
         for shard in stored.shards:
             with reader.open(shard.rank) as file:
-                # its size and header; reading compares the shard itself
+                # Its size and header; reading compares the shard itself
                 file.check(())
                 tensor[shard.region.within(whole_region(stored.shape))].copy_(file.read(shard, shard.region))
         yield stored.name, tensor

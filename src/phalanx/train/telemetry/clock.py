@@ -31,7 +31,8 @@ from torch.distributed.pipelining import PipelineStage
 from phalanx.train.telemetry.collective_tap import marked_waits
 from phalanx.train.telemetry.standstill import Standstill
 
-WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank computes; between them it waits
+# Phases in which a rank computes; between them it waits
+WORK = ("forward", "backward", "other", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +51,8 @@ class StepTime:
     compute_s: float
     wait_s: float
     phases: tuple[StepPhase, ...]
-    # processor time during `compute_s`; None where a device computes
-    cpu_s: float | None = None
-    # time in which the thread could have run but had no core
-    core_wait_s: float | None = None
+    cpu_s: float | None = None  # processor time during `compute_s`; None where a device computes
+    core_wait_s: float | None = None  # time in which the thread could have run but had no core
 
 
 class StepClock(Protocol):
@@ -83,7 +82,7 @@ class CoreWait:
 
     def __init__(self) -> None:
         self._file = -1
-        # missing on other systems, and in kernels built without it
+        # Missing on other systems, and in kernels built without it
         try:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
@@ -216,7 +215,8 @@ class DeviceClock:
         self._begin = self._settled = self._lay_mark()
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._stalls: list[tuple[Mark, Mark]] = []
-        self._late: list[tuple[str, Mark, Mark]] = []  # phases after `settle`, which have not passed at the step's end
+        # Phases after `settle`, which have not passed at the step's end
+        self._late: list[tuple[str, Mark, Mark]] = []
         self._before: list[tuple[str, Mark, Mark]] = []  # such phases of the previous step
         self._closing, self._depth = False, 0
         self._core_wait = CoreWait()
@@ -345,7 +345,7 @@ PARTS = (
 
 def compiled_s() -> float:
     """Return the seconds of compilation in this process; 0 if none, or if torch's counters differ."""
-    # importing it takes seconds, and any code that compiles has imported it
+    # Importing it takes seconds, and any code that compiles has imported it
     counters = sys.modules.get("torch._dynamo.utils")
     spent_ns = getattr(counters, "cumulative_time_spent_ns", {})
     return float(sum(spent_ns.get(phase, 0) for phase in PARTS)) / 1e9

@@ -66,8 +66,7 @@ class TappedCollective:
 
     op: str
     nbytes: int
-    # torch's name of the group
-    group: str
+    group: str  # torch's name of the group
     start_s: float
     end_s: float
 
@@ -83,7 +82,7 @@ class CollectiveTap:
         self.calls: list[TappedCollective] = []
         self._waited: dict[
             int, TappedCollective
-            # by identity of torch's work, or by address of the tensor that will be complete
+            # By identity of torch's work, or by address of the tensor that will be complete
         ] = {}
 
     @contextmanager
@@ -94,7 +93,7 @@ class CollectiveTap:
         def replace_attribute(place: Any, name: str, make: Callable[[Any], Any]) -> None:
             original = getattr(place, name, None)
             if original is not None:
-                # not `original`: restored from it, a method would be bound to nothing
+                # Not `original`: a method restored from it would no longer get its process group
                 originals.append((place, name, vars(place)[name]))
                 setattr(place, name, make(original))
 
@@ -129,7 +128,7 @@ class CollectiveTap:
             self._end_call(call)
             if work is not None:
                 self._waited[id(work)] = call
-                # sends and receives have no future: the wait for them ends the call
+                # Sends and receives have no future: the wait for them ends the call
                 with suppress(RuntimeError, ValueError):
                     work.get_future().add_done_callback(lambda _: self._end_call(call))
             return work
@@ -253,7 +252,7 @@ def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
     kernels: list[Kernel] = []
     torch.cuda.synchronize(device)
     with warnings.catch_warnings():
-        # the warning that events are not kept for the next recording, which is intended
+        # The warning that events are not kept for the next recording, which is intended
         warnings.simplefilter("ignore")
         profiler = profile(
             activities=[ProfilerActivity.CUDA], acc_events=False

@@ -29,7 +29,7 @@ class NoiseListener:
 
     def __init__(self, norms: LocalNorms, heard: Sequence[bool]) -> None:
         self.norms = norms
-        # for each trained parameter, whether its gradient comes from this rank's own samples only
+        # For each trained parameter, whether its gradient comes from this rank's own samples only
         self.heard = heard
         self.hears_all = all(heard)
 
@@ -130,7 +130,7 @@ class MeasuredReduceScatter:
         The buffer has a row per rank, with a zero-padded part of each parameter.
         """
         fsdp_params = (param for group in _groups_of(self._module) for param in group.fsdp_params)
-        # frozen ones are not reduced
+        # Frozen ones are not reduced
         params = [param for param in fsdp_params if param.sharded_param.requires_grad]
         counts = [self._norms.counts(param.sharded_param) for param in params]
         if all(counts):

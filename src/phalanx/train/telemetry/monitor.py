@@ -36,7 +36,8 @@ from phalanx.train.telemetry.sharing import (
     exchange_cards,
 )
 
-LEAVE_S = 0.5  # seconds that the end of a membership waits for the last sample; a driver that hangs is not waited for
+# Seconds that the end of a membership waits for the last sample; a driver that hangs is not waited for
+LEAVE_S = 0.5
 
 
 class Monitor:
@@ -53,10 +54,10 @@ class Monitor:
     ) -> None:
         self._events, self._sensors, self._sharers = events, sensors, sharers
         self._interval_s, self._generation = interval_s, generation
-        # of this membership, including the time before it since the last sample
+        # Of this membership, including the time before it since the last sample
         self._energy_j: float | None = None
         self._closing, self._abandoned = threading.Event(), False
-        # the first error
+        # The first error
         self.trouble = ""
         self._thread = threading.Thread(target=self._run_thread, name="monitor", daemon=True)
 
@@ -106,8 +107,7 @@ class PeerRendezvous:
 
     store: Store
     secret: bytes
-    # this rank's address
-    address: str
+    address: str  # this rank's address
 
 
 class SensorCache:
@@ -184,7 +184,7 @@ def meet_peers(
     card = card_of(device, address=_address_towards(master), secret=secrets.token_bytes(SECRET_BYTES))
     try:
         cards = exchange_cards(card)
-    # the group is broken: training will report it
+    # The group is broken: training will report it
     except Exception as error:
         write_remark(events, "who shares this host is not known", error)
         return None, Sharers()
@@ -218,7 +218,7 @@ def _address_towards(host: str) -> str:
     with suppress(OSError, UnicodeError):
         family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # sends nothing: only the route is looked up
+            # Sends nothing: only the route is looked up
             probe.connect(destination)
             return str(probe.getsockname()[0])
     return "127.0.0.1"

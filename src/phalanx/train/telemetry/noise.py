@@ -26,10 +26,11 @@ import torch
 NUMBERS = 4  # numbers that the estimate adds to the one message of a step
 DECAY = 0.99  # of the running means, per step: they cover about 100 steps
 FIRST = 10  # steps before the quotient is reported
-# steps per estimate if every micro-batch is measured: each step would cost 1.3 % of an H200's step
+# Steps per estimate if every micro-batch is measured: every step would cost 1.3 % of the step time on an H200
 EVERY = 4
 SIZE_DECAY = 0.9  # of the running squared norm that normalises each step
-SPIKE = 16.0  # a squared norm this many times the recent one's (4 times in norm) is left out of the means
+# a squared norm this many times the recent one's (4 times in norm) is left out of the means
+SPIKE = 16.0
 
 
 class LocalNorms:
@@ -83,7 +84,7 @@ class LocalNorms:
         valid_B = (targets_BS != ignored).sum(1)
         valid_K = valid_B.view(-1, micro).sum(1)
         calls_per_key = {calls + 1 for calls in self._calls.values()}
-        # once a step: the data rank's sequences are one chunk
+        # Once a step: the data rank's sequences are one chunk
         if calls_per_key and calls_per_key <= {1}:
             valid_K = valid_K.sum(0, keepdim=True)
         elif calls_per_key - {len(valid_K)}:
@@ -119,8 +120,7 @@ class Noise:
     """The noise estimate of one step: unbiased, but with a large variance."""
 
     trace: float  # tr Σ of one sequence
-    # |G|²; below zero if noise exceeds it
-    squared: float
+    squared: float  # |G|²; below zero if noise exceeds it
 
 
 def estimate_noise(*, local: float, total: float, chunks: float, samples: float) -> Noise | None:

@@ -26,7 +26,7 @@ from phalanx.record.events import EventWriter
 from phalanx.train.parallel.dims import ParallelDims
 
 MAGIC = b"PHXp"
-# magic, kind, generation, from, to, nonce, nanoseconds that the other side held it; then the HMAC, cut to 16 bytes.
+# Magic, kind, generation, from, to, nonce, nanoseconds that the other side held it; then the HMAC, cut to 16 bytes.
 BODY = struct.Struct("!4sBQII16sQ3x")
 MAC_BYTES = 16
 PING, PONG = 0, 1
@@ -38,8 +38,10 @@ VOLLEY = 3  # pings sent together: waking a thread costs more than sending
 LEAST_PAUSE_S = 0.1
 LOST_S = 10.0  # seconds without an answer
 BURST = 64  # datagrams received at a time
-PENANCE_S = 0.05  # pause after a burst with unauthentic datagrams, which limits them to 1,280 per second
-LEAVE_S = 0.5  # seconds that the end of a membership waits for the thread, which a hanging store may block
+# Pause after a burst with unauthentic datagrams, which limits them to 1,280 per second
+PENANCE_S = 0.05
+# Seconds that the end of a membership waits for the thread, which a hanging store may block
+LEAVE_S = 0.5
 FIND_S = 60.0  # seconds for a neighbour to publish its address
 AXES = ("tensor", "context", "data", "pipeline")
 
@@ -112,8 +114,7 @@ class PeerPair:
     peer: int
     axis: str
     where: tuple[Any, ...] | None = None
-    # by nonce: pings without an answer so far
-    sent_ns: dict[bytes, int] = field(default_factory=dict)
+    sent_ns: dict[bytes, int] = field(default_factory=dict)  # by nonce: pings without an answer so far
     round_trips_s: list[float] = field(default_factory=list)
     lost: int = 0
 
@@ -123,7 +124,7 @@ class PeerPair:
         if sent_ns is None:
             return
         taken_s = (arrived_ns - sent_ns - held_ns) / 1e9
-        # otherwise a clock was set in between
+        # Otherwise a clock was set in between
         if 0 <= taken_s < LOST_S:
             self.round_trips_s.append(taken_s)
 
@@ -197,7 +198,7 @@ class Peers:
     def _run_thread(self) -> None:
         try:
             self._serve_until_closed()
-        # the store or the socket is gone, usually because the membership ended
+        # The store or the socket is gone, usually because the membership ended
         except Exception as error:
             if not self._closing.is_set():
                 print(f"peers: latency is not measured any more ({error}); training goes on", file=sys.stderr)
@@ -237,7 +238,7 @@ class Peers:
                 nonce = secrets.token_bytes(16)
                 packet = self._make_packet(PING, pair.peer, nonce).encode(self._key)
                 pair.sent_ns[nonce] = time.time_ns()
-                # no route, or a full buffer: counted as an answer that never comes
+                # No route, or a full buffer: counted as an answer that never comes
                 with suppress(OSError):
                     self._sock.sendto(packet, pair.where)
 

@@ -25,21 +25,17 @@ _ENDS = (DIGEST_BYTES, 2 * DIGEST_BYTES, 2 * DIGEST_BYTES + ADDRESS_BYTES)
 class Sharers:
     """Numbers of the job's ranks, this one included, that share a resource."""
 
-    # on its host, or in its container
-    host: int = 1
-    # on its GPU; on a CPU the same as `host`
-    device: int = 1
+    host: int = 1  # on its host, or in its container
+    device: int = 1  # on its GPU; on a CPU the same as `host`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCard:
     """A rank's description of host and device for all others, of a fixed size."""
 
-    # digests, to be compared only
-    host: bytes
+    host: bytes  # digests, to be compared only
     device: bytes
-    # the address it would listen on
-    address: str = ""
+    address: str = ""  # the address it would listen on
     secret: bytes = bytes(SECRET_BYTES)
 
     def encode(self) -> bytes:
@@ -63,7 +59,7 @@ def card_of(device: torch.device, *, address: str, secret: bytes) -> DeviceCard:
     """Return this rank's card."""
     host = host_name()
     uuid = ""
-    # the other ranks wait for this card
+    # The other ranks wait for this card
     with suppress(Exception):
         uuid = gpu_uuid(device) if device.type == "cuda" else ""
     # A UUID identifies the device on any host; without one, the host's name and the device number are used.

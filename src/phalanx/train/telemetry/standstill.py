@@ -36,7 +36,7 @@ class Standstill:
 def _look(found: weakref.ref[Standstill]) -> None:
     while (meter := found()) is not None:
         counts = meter._counts()
-        # the sleeping thread must not keep it alive
+        # The sleeping thread must not keep it alive
         del meter
         before_s, worked_s = time.monotonic(), time.process_time()
         time.sleep(TICK_S)

@@ -45,7 +45,7 @@ class StepTimer:
 
     def report(self, result: StepResult, *, lr: float) -> StepReport:
         """Return the step's report, after the engine's step."""
-        # the time to start a sample, which is not part of the step
+        # The time to start a sample, which is not part of the step
         opening_s = self._timeline.opening_s
         return StepReport(
             step=self._step,
@@ -73,7 +73,7 @@ class StepTelemetry(Callback):
             compiled=training.engine.settings.compile,
             tell=lambda text: training.events.write("remark", step=self._step, text=text),
         )
-        # the timeline's `spent_s` at the last step, without the time to write that step's event
+        # The timeline's `spent_s` at the last step, without the time to write that step's event
         self._spent_s = 0.0
 
     def begin_step(self, step: int) -> StepTimer:

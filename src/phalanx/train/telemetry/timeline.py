@@ -24,10 +24,12 @@ from phalanx.train.tracing.recorder import axis_names, axis_of
 
 MOST_SPANS = 2_000
 TOUCHING_S = 20e-6  # neighbours of one kind with a smaller gap become one span
-FIRST = 10  # the first sample is this step since the rank was built: compilation is over by then
+# The first sample is this step since the rank was built: compilation is over by then
+FIRST = 10
 SHARE = 0.005  # share of the run's time that samples may cost
 
-Span = tuple[str, str, float, float, int | None, str | None]  # kind, name, start_s, duration_s, bytes, group
+# Kind, name, start_s, duration_s, bytes, group
+Span = tuple[str, str, float, float, int | None, str | None]
 
 
 class Sample:
@@ -129,7 +131,7 @@ class TimelineSampler:
         self._device, self._every, self._compiled, self._tell = device, every, compiled, tell
         self._steps = 0
         self._began_s, self._spent_s = time.perf_counter(), 0.0
-        # seconds by which starting a sample delayed the latest step
+        # Seconds by which starting a sample delayed the latest step
         self.opening_s = 0.0
 
     @contextmanager
@@ -147,7 +149,7 @@ class TimelineSampler:
             kernels: list[Kernel] = []
             try:
                 if self._device.type == "cuda":
-                    # the last update, which this step would wait for anyway
+                    # The last update, which this step would wait for anyway
                     torch.cuda.synchronize(self._device)
                     entered_s = time.perf_counter()
                 stack.enter_context(tap.listening())

@@ -110,7 +110,7 @@ def fused_products() -> Iterator[None]:
             return composed(mlp, x)
         up = mlp.up(x)
         product = _GatedProduct.apply(mlp.gate(x), up)  # type: ignore[no-untyped-call]
-        # the block's last product is part of the next block's input, so no backward needs it
+        # The block's last product is part of the next block's input, so no backward needs it
         with keep_nothing():
             out: Tensor = mlp.down(product)
         return out

@@ -20,13 +20,11 @@ class TraceHang:
     """A rank that waits for ever: the rank it waits for, the operation, and what that rank does instead."""
 
     rank: int
-    # of the operation in the rank's trace
-    index: int
+    index: int  # of the operation in the rank's trace
     operation: TracedOperation
     waits_for: int
     instead: str
-    # further ranks that wait as a consequence
-    others: int = 0
+    others: int = 0  # further ranks that wait as a consequence
 
     def render(self) -> str:
         """Return two lines that name the first waiting rank first."""

@@ -27,15 +27,12 @@ class TracedOperation:
     """One call into the communication library."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, receive, barrier
-    # of the full tensor: gathered, reduced, exchanged or sent
-    nbytes: int
+    nbytes: int  # of the full tensor: gathered, reduced, exchanged or sent
     dtype: str
     group: TraceGroup
     phase: str
-    # of a send or receive, as rank of the job
-    peer: int = -1
-    # sends and receives that were posted together share a number
-    batch: int = -1
+    peer: int = -1  # of a send or receive, as rank of the job
+    batch: int = -1  # sends and receives that were posted together share a number
 
     @property
     def is_message(self) -> bool:
@@ -63,10 +60,8 @@ class MemoryPeak:
     nbytes: int
     phase: str
     parts_bytes: Mapping[str, int]
-    # memory between steps
-    rest_bytes: int
-    # offloaded, not part of the sum
-    host_bytes: int
+    rest_bytes: int  # memory between steps
+    host_bytes: int  # offloaded, not part of the sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +69,11 @@ class RankTrace:
     """The trace of one step of one rank."""
 
     rank: int
-    # axis -> (index, size)
-    place: Mapping[str, tuple[int, int]]
+    place: Mapping[str, tuple[int, int]]  # axis -> (index, size)
     stages: tuple[int, ...]
     layers: tuple[int, ...]
     operations: tuple[TracedOperation, ...]
-    # phase -> linear or attention -> FLOPs
-    flops: Mapping[str, Mapping[str, int]]
+    flops: Mapping[str, Mapping[str, int]]  # phase -> linear or attention -> FLOPs
     peak: MemoryPeak
     seconds: float = 0.0
     rss_bytes: int = 0

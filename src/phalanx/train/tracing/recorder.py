@@ -44,11 +44,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._axes: Mapping[str, Sequence[str]] = {}
         self._widths: frozenset[int] = frozenset()
         self._updating = False
-        # number of the last batch of messages; any other operator ends a batch
+        # Number of the last batch of messages; any other operator ends a batch
         self._quiet = 0
         self._in_batch = False
         self._on = self._deaf = False
-        # nesting of running module forwards inside blocks
+        # Nesting of running module forwards inside blocks
         self._depth = 0
 
     def attach(self, engine: Engine) -> None:
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
             total = original(*args, **kwargs)
-            # what follows belongs to the optimizer
+            # What follows belongs to the optimizer
             self._updating = True
             return total
 
@@ -148,12 +148,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            # it becomes operators on local tensors, which are dispatched here
+            # It becomes operators on local tensors, which are dispatched here
             return NotImplemented
         keyword_arguments = kwargs or {}
         if self._deaf:
             return op(*args, **keyword_arguments)
-        # every second call of a step, with nothing to record
+        # Every second call of a step, with nothing to record
         if op is WHERE:
             return self._run(op, args, keyword_arguments)
         self.meter.phase = self._current_phase()

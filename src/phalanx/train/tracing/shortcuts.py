@@ -62,7 +62,8 @@ class Shortcuts:
             return _run_identity
         if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
             return run_plainly
-        if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that is not declared as one
+        # a view that is not declared as one
+        if op.is_view or op is torch.ops.aten._unsafe_view.default:
             return self._run_view
         if not op._schema.is_mutable:
             return self._run_from_recipe
@@ -143,7 +144,7 @@ def _describe_values(values: Iterable[Any], parts: list[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            # without dimensions, type promotion has special rules
+            # Without dimensions, type promotion has special rules
             if value.constant is not None or not value.dim():
                 return False
             parts += (value.shape, value.stride(), value.dtype)
@@ -152,7 +153,7 @@ def _describe_values(values: Iterable[Any], parts: list[Any]) -> bool:
             if not _describe_values(value, parts):
                 return False
         elif kind in SIMPLE:
-            # the type too, because 1 == 1.0 == True
+            # The type too, because 1 == 1.0 == True
             parts += (kind, value)
         else:
             return False

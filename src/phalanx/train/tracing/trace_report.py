@@ -150,7 +150,8 @@ def _range_text(numbers: Sequence[int]) -> str:
 # Comparison of the trace with the plan.
 
 LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
-AVERAGE = ("tensor", "context", "expert")  # axes for which the planner predicts the traffic of a mean stage
+# Axes for which the planner predicts the traffic of a mean stage
+AVERAGE = ("tensor", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,14 +160,12 @@ class PlanLine:
 
     JSON_PROPERTIES: ClassVar = ("difference", "agrees")
 
-    # communication, FLOPs, memory
-    kind: str
+    kind: str  # communication, FLOPs, memory
     name: str
     planned: float
     traced: float
     limit: float = 0.0
-    # the value that the limit is a share of: the planned sum, for a part; 0 means `planned`
-    total: float = 0.0
+    total: float = 0.0  # the value that the limit is a share of: the planned sum, for a part; 0 means `planned`
     reason: str = ""
 
     @property
@@ -191,8 +190,7 @@ class TracedFit:
     JSON_PROPERTIES: ClassVar = ("fits",)
 
     traced_bytes: float
-    # of communication and workspaces, which a trace does not see: as planned
-    buffers_bytes: float
+    buffers_bytes: float  # of communication and workspaces, which a trace does not see: as planned
     usable_bytes: float
 
     @property

@@ -116,7 +116,7 @@ class _Worker:
         self.rank = rank
         self.answers, child_end = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve_parent, args=(child_end, step, rank), daemon=True)
-        # waits until the fork server has imported torch; Ctrl-C interrupts that too
+        # Waits until the fork server has imported torch; Ctrl-C interrupts that too
         self._process.start()
         child_end.close()
 

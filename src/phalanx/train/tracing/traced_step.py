@@ -47,7 +47,7 @@ def trace_rank(
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         gc.freeze()  # spares the garbage collector from walking torch's million objects
-        # torch's warnings about the program, which a training run shows instead
+        # Torch's warnings about the program, which a training run shows instead
         warnings.simplefilter("ignore")
         fused = fused_products() if settings.compile else nullcontext()
         try:

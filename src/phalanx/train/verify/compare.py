@@ -38,16 +38,12 @@ class Tolerances:
 
     loss: float = 1e-10
     norm: float = 1e-9
-    # None: not compared
-    parameter: float | None = 1e-9
-    # share of the tensor's largest gradient: small ones must be right too
-    gradient: float = 1e-8
-    # for values that are zero except for rounding, such as the gradient of a key's bias
+    parameter: float | None = 1e-9  # None: not compared
+    gradient: float = 1e-8  # share of the tensor's largest gradient: small ones must be right too
+    # For values that are zero except for rounding, such as the gradient of a key's bias
     gradient_floor: float = 1e-13
-    # of the format, relative; 0 is float64, where the bounds above are absolute
-    rounding: float = 0.0
-    # factor on the bounds of loss and norm after the first step
-    later: float = 1.0
+    rounding: float = 0.0  # of the format, relative; 0 is float64, where the bounds above are absolute
+    later: float = 1.0  # factor on the bounds of loss and norm after the first step
 
     @classmethod
     def rounded(cls, compute: str, *, also: float = 0.0) -> Tolerances:
@@ -78,11 +74,9 @@ class OutcomeDifference:
 
     what: str  # the name of a tensor, or "loss", "gradient norm", "held-out loss"
     kind: str  # "value", "gradient", "parameter", "copies"
-    # from 1; 0 is before the first step
-    step: int
+    step: int  # from 1; 0 is before the first step
     size: float
-    # further tensors that differ at the same place
-    others: int = 0
+    others: int = 0  # further tensors that differ at the same place
     of: int = 0
 
     def render(self) -> str:

@@ -40,18 +40,16 @@ class LayoutProof:
     small: Layout
     terms: Terms
     ranks: int
-    # GPUs that the ranks used; 0 means CPUs
-    gpus: int
+    gpus: int  # GPUs that the ranks used; 0 means CPUs
     compiled: bool
     steps: int
     optimizer: str
     changes: list[SizeChange]
     left_out: list[str]
     comparison: OutcomeComparison
-    # of a second start, which loads the compiled code of the first from the cache
+    # Of a second start, which loads the compiled code of the first from the cache
     again: OutcomeComparison | None
-    # graphs that the second start loaded from the cache, over all ranks
-    cached: int
+    cached: int  # graphs that the second start loaded from the cache, over all ranks
     bounds: Tolerances
     one_s: float
     split_s: float

@@ -52,8 +52,7 @@ class TrialPlace:
     """Device and environment of the ranks."""
 
     device: str = "cpu"  # or "cuda"
-    # whether several ranks may use one GPU
-    shared: bool = False
+    shared: bool = False  # whether several ranks may use one GPU
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,8 +77,7 @@ class RankTask:
 class RankFailure:
     """The failure that a rank sends instead of a result."""
 
-    # True if the job is wrong, not the machine
-    user: bool
+    user: bool  # True if the job is wrong, not the machine
     died: bool
     problems: tuple[Problem, ...]
 
@@ -94,9 +92,9 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> ForkServerContext:
 
     context = get_context("forkserver")
     context.set_forkserver_preload([server.__name__, *preload])
-    # first, because it unblocks SIGINT itself
+    # First, because it unblocks SIGINT itself
     resource_tracker.ensure_running()
-    # inherited by the children; this process gets pending signals afterwards
+    # Inherited by the children; this process gets pending signals afterwards
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     added_variables = {name: value for name, value in SERVER.items() if name not in os.environ} | {
         server.CALLER: str(os.getpid())
@@ -174,7 +172,7 @@ def _collect_answers(ranks: Sequence[tuple[ForkServerProcess, Connection]], limi
         ready = connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
             if limit_s is None and not failures and (crowded_s := crowded_limit_s(LIMIT_S)) > allowed_s:
-                # other processes share the cores with the ranks
+                # Other processes share the cores with the ranks
                 allowed_s, deadline = crowded_s, start + crowded_s
                 continue
             break

@@ -188,7 +188,7 @@ def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) ->
         if real.zero and 1 < real.shard < replicas and sizes["data"] * sizes["context"] < 4:
             sizes["data" if real.data >= 4 else "context"] = 4
         expert = _expert_degree(shape, real, sizes)
-        # experts across tensor and context groups need these in the same proportions
+        # Experts across tensor and context groups need these in the same proportions
         if expert == 1:
             _grow_degrees(real, sizes, ranks)
     replicas = real.data * real.context

@@ -18,8 +18,7 @@ class Terms:
     precision: str = EXACT
     compile: bool = False
     full_size: bool = False
-    # the most ranks; a layout with fewer is kept
-    ranks: int = RANKS
+    ranks: int = RANKS  # the most ranks; a layout with fewer is kept
 
 
 EXACTLY = Terms()

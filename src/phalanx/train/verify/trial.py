@@ -49,19 +49,14 @@ class Trial:
     steps: int = 5
     lr: float = 1e-2
     state_dtype: str = "fp32"
-    # a folder of checkpoints: continues from the newest, of any layout
-    resume: str = ""
-    # folder for a checkpoint after the last step
-    save: str = ""
-    # first scale of fp16, if not the default
-    loss_scale: float = 0.0
-    # the gradient of this rank is infinite in the first step, as from a defective memory chip
+    resume: str = ""  # a folder of checkpoints: continues from the newest, of any layout
+    save: str = ""  # folder for a checkpoint after the last step
+    loss_scale: float = 0.0  # first scale of fp16, if not the default
+    # The gradient of this rank is infinite in the first step, as from a defective memory chip
     broken_rank: int = -1
     device: str = "cpu"
-    # compare gradients and weights one by one; else only losses and gradient norms
-    tensors: bool = True
-    # a held-out batch before the first step and after the last
-    evaluate: bool = True
+    tensors: bool = True  # compare gradients and weights one by one; else only losses and gradient norms
+    evaluate: bool = True  # a held-out batch before the first step and after the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +69,7 @@ class OutcomeShard:
     size: tuple[int, ...]
     owner: bool
     digest: str
-    # of the owner only: the other ranks must hold the same
-    values: Array | None
+    values: Array | None  # of the owner only: the other ranks must hold the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +85,7 @@ class RankOutcome:
     params: list[list[OutcomeShard]]  # after every step
     loss_scale: float
     seconds: float
-    # compiled graphs: found in the compile cache, and not found there
-    graphs: tuple[int, int] = (0, 0)
+    graphs: tuple[int, int] = (0, 0)  # compiled graphs: found in the compile cache, and not found there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +99,10 @@ class TrialOutcome:
     evaluations: list[tuple[float, int]]
     grads: list[dict[str, Array]]
     params: list[dict[str, Array]]
-    # descriptions of ranks that should hold the same values and do not
-    quarrels: list[str]
+    quarrels: list[str]  # descriptions of ranks that should hold the same values and do not
     loss_scale: float
-    # of the slowest rank, without start-up
-    seconds: float
-    # of all ranks: found in the compile cache, and not found there
-    graphs: tuple[int, int] = (0, 0)
+    seconds: float  # of the slowest rank, without start-up
+    graphs: tuple[int, int] = (0, 0)  # of all ranks: found in the compile cache, and not found there
 
     @property
     def digest(self) -> str:

@@ -59,7 +59,8 @@ def call_value(
     outer, _, last = _called_name(callee).rpartition(".")
     if last in STANDS_FOR_ITSELF:
         return Built(kind=f"{outer}.{last}", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
-    if last == "get_mixed_precision_config" and len(args) == 1:  # Megatron-Bridge: the name is the only setting
+    # Megatron-Bridge: the name is the only setting
+    if last == "get_mixed_precision_config" and len(args) == 1:
         return args[0]
     if isinstance(callee, Function):
         return reader.call_function(callee, args, keywords, whole=not open_why)

@@ -140,7 +140,8 @@ def fill_model_shape(reader: PythonReader, recipe: Built) -> None:
         ):
             reason = f"is that of {kind.rpartition('.')[2]}, whose layers are not all alike"
             config.fields |= {word: UnknownPython(reason) for word in ("num_layers", "hidden_size", "ffn_hidden_size")}
-            if class_defaults is None and "Hyena" in kind:  # the only family of NeMo whose classes set recomputation
+            # The only family of NeMo whose classes set recomputation
+            if class_defaults is None and "Hyena" in kind:
                 config.fields.setdefault(RECOMPUTE_WORDS[0], UnknownPython(f"is that of {kind.rpartition('.')[2]}"))
             continue
         for word in SHAPE_WORDS:

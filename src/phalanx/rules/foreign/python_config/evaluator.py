@@ -227,7 +227,8 @@ class PythonReader:
         reason = f"depends on {ast.unparse(node.test)[:80]}"
         first_outcome, first_changes = self.journal.try_way(lambda: self.run_block(first, scope))
         second_outcome, second_changes = self.journal.try_way(lambda: self.run_block(second, scope))
-        if first_outcome == ENDED and second_outcome != ENDED:  # a branch that ends in an error is ignored
+        # a branch that ends in an error is ignored
+        if first_outcome == ENDED and second_outcome != ENDED:
             self.journal.apply_changes(second_changes)
             return second_outcome
         if second_outcome == ENDED and first_outcome != ENDED:

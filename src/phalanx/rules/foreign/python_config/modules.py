@@ -24,13 +24,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*")
 class SourceFile:
     """A parsed file: the statement that defines each top-level name, and the values evaluated so far."""
 
-    # dotted, as in the package; "" for the file that is read
-    name: str
+    name: str  # dotted, as in the package; "" for the file that is read
     path: Path
     tree: ast.Module
     definitions: dict[str, ast.stmt] = field(default_factory=dict)
-    # names that the top level computes by other statements
-    changed: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)  # names that the top level computes by other statements
     values: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -44,7 +42,7 @@ class PythonPackage:
     def __init__(self, path: Path) -> None:
         self.main = _parse_file(path, "")
         resolved = resolve_path(path)
-        # folders that may contain a package, the nearest first
+        # Folders that may contain a package, the nearest first
         self._folders: list[Path] = []
         for folder in [resolved.parent, *resolved.parent.parents][:MOST_UP]:
             self._folders.append(folder)

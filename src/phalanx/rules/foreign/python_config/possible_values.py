@@ -36,17 +36,13 @@ class PythonReference:
 class Built:
     """An object built by a call; its fields are the keyword arguments and later assignments."""
 
-    # dotted name of the called object
-    kind: str
+    kind: str  # dotted name of the called object
     fields: dict[str, object] = field(default_factory=dict)
-    # of each field, in the file that is read
-    lines: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)  # of each field, in the file that is read
     args: list[object] = field(default_factory=list)
     line: int = 0
-    # why fields that are not set here may still be set
-    opened: str = ""
-    # a default of its owner, which is not built here
-    implied: bool = False
+    opened: str = ""  # why fields that are not set here may still be set
+    implied: bool = False  # a default of its owner, which is not built here
 
 
 @dataclass(eq=False, slots=True)

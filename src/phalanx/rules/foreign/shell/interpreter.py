@@ -38,7 +38,8 @@ from phalanx.rules.foreign.shell.syntax import (
 )
 
 MOST_STEPS = 40_000  # statements; the longest launch script seen takes 900
-TEXT_STEPS = 100  # cost in steps of a sourced file or a string of commands, which is looked up and parsed each time
+# Cost in steps of a sourced file or a string of commands, which is looked up and parsed each time
+TEXT_STEPS = 100
 MOST_ROUNDS = 300  # iterations of one loop
 MOST_CALLS = 24  # nesting of functions, sourced files and strings of commands
 MOST_COMMANDS = 2_000
@@ -61,9 +62,9 @@ class Interpreter:
             self.state.positional = tuple(given.get(str(number), "") for number in range(1, last + 1))
         self.unknowns = UnknownTable()
         self.started: list[StartedCommand] = []
-        # variables that nothing sets -> the line where one was used first
+        # Variables that nothing sets -> the line where one was used first
         self.unset_used: dict[str, int] = {}
-        # sourced files that are not available
+        # Sourced files that are not available
         self.open_sources: list[str] = []
         self.line, self.depth, self.steps, self.calls, self.doubt = 0, 0, 0, 0, 0
         self.returned: list[list[ShellState]] = []
@@ -139,7 +140,7 @@ class Interpreter:
             self.calls -= 1
 
     def _printed_block(self, block: Block) -> str | None:
-        # such as a comment between continued lines
+        # Such as a comment between continued lines
         if not block:
             return ""
         if len(block) != 1:
@@ -373,7 +374,7 @@ class Interpreter:
         other_state = self.state.copy() if verdict.ground == "default" else None
         count = len(self.started)
         signal = self.run_block(body) if verdict.holds else self._run_if(further_branches, otherwise, line)
-        # it would stop for lack of a value: continue as if there were one
+        # It would stop for lack of a value: continue as if there were one
         if signal == "exit" and other_state is not None:
             self.state = other_state
             del self.started[count:]
@@ -468,8 +469,8 @@ class Interpreter:
                 return self._leave_loop(signal, line)
             if step:
                 self.arithmetic_verdict(step)
-        # The number of iterations is not known: values that the body changes are unknown, and a second pass uses
-        # them.
+        # The number of iterations is not known: one more pass shows the variables that the body changes, which become
+        # unknown.
         names = set(self.state.variables)
         old_variables = dict(self.state.variables)
         signal = self._either(body, (), f"the loop in line {line}")

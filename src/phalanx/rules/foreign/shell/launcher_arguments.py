@@ -70,7 +70,8 @@ def program_of_accelerate(words: Sequence[str], start: int) -> int:
             place += 1
         elif word.startswith("-"):
             place += 1 if is_launcher_switch(word) else 2
-        elif not is_known(word) and not word.endswith(".py"):  # a variable that may hold any of its arguments
+        # a variable that may hold any of its arguments
+        elif not is_known(word) and not word.endswith(".py"):
             place += 1
         else:
             return place + 1

@@ -32,7 +32,7 @@ def declare_variables(shell: Interpreter, name: str, rest: list[Assignment | str
         if isinstance(item, str) and item.startswith("-"):
             continue
         target = item.name if isinstance(item, Assignment) else item.partition("=")[0]
-        # such as export "$key=$value", export $(cat .env | xargs)
+        # Such as export "$key=$value", export $(cat .env | xargs)
         if not is_known(target):
             why = shell.unknowns.first(target)
             if why is not None and why.kind == "open":

@@ -12,7 +12,8 @@ from typing import Literal
 
 OPEN, CLOSE = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
-MOST_TEXT = 1 << 16  # characters of one value: variables within variables could grow without end
+# Characters of one value: variables within variables could grow without end
+MOST_TEXT = 1 << 16
 MOST_CHOICES = 12
 
 Text = str | tuple[str, ...] | dict[str, str]  # a variable: text, an array, or a table

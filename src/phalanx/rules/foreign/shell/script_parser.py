@@ -418,7 +418,8 @@ class _Parser:
             return None
         operator = match.group(1) or match.group()
         if match.group()[0].isdigit() and match.group()[0] != "1":
-            operator = "2" + operator if not operator.startswith("<") else operator  # not written to stdout
+            # Not written to stdout
+            operator = "2" + operator if not operator.startswith("<") else operator
         self.at = match.end()
         self.skip_blanks()
         target = self.take_word()
@@ -476,7 +477,8 @@ class _Parser:
             if self.text[self.at] == ")":
                 self.at += 1
                 return Assignment(name=name, line=line, append=append, items=tuple(items))
-            if self.text[self.at] in ";&|":  # no shell accepts it, but an argument list in a text file may contain it
+            # No shell accepts it, but an argument list in a text file may contain it
+            if self.text[self.at] in ";&|":
                 self.at += 1
                 continue
             items.append(self.take_word())

@@ -26,12 +26,10 @@ class ShellState:
     variables: dict[str, Text] = field(default_factory=dict)
     exported: frozenset[str] = frozenset()
     functions: dict[str, Block] = field(default_factory=dict)
-    # None: those of the script, which were not given
-    positional: tuple[str, ...] | None = None
+    positional: tuple[str, ...] | None = None  # None: those of the script, which were not given
     shifted: int = 0
     files: dict[str, str] = field(default_factory=dict)
-    # names declared with -A
-    tables: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()  # names declared with -A
 
     def copy(self) -> ShellState:
         """Return an independent copy for another path."""

@@ -31,8 +31,7 @@ class Redirect:
 
     operator: str
     target: Word
-    # filled at the end of the line that names it
-    body: list[str] | None = None
+    body: list[str] | None = None  # filled at the end of the line that names it
     literal: bool = False
 
 
@@ -42,8 +41,7 @@ class SimpleCommand:
 
     line: int
     assignments: tuple[Assignment, ...] = ()
-    # assignments here are arguments of declare, export and local
-    words: tuple[Word | Assignment, ...] = ()
+    words: tuple[Word | Assignment, ...] = ()  # assignments here are arguments of declare, export and local
     redirects: tuple[Redirect, ...] = ()
 
 

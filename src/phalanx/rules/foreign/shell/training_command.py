@@ -46,14 +46,11 @@ TRAINING = frozenset(
 class CommandSigns:
     """The signs that identify the training command of a program family among all commands of a script."""
 
-    # arguments of which it has at least two
-    names: frozenset[str]
-    # or a program and its verb, such as `swift sft`
-    verbs: frozenset[tuple[str, str]] = frozenset()
+    names: frozenset[str]  # arguments of which it has at least two
+    verbs: frozenset[tuple[str, str]] = frozenset()  # or a program and its verb, such as `swift sft`
     # a command with one of these is preferred
     asked: frozenset[str] = frozenset({"train_iters", "train_samples", "train_tokens", "lr"})
-    # arguments without a value
-    switches: frozenset[str] = SWITCHES
+    switches: frozenset[str] = SWITCHES  # arguments without a value
 
 
 MEGATRON_SIGNS = CommandSigns(names=TRAINING)
@@ -64,7 +61,8 @@ _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition"
 _PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
-STARTS_RANKS = "verb.starts_ranks"  # a leaf added here: a launcher, not Slurm, starts the ranks of a host
+# a leaf added here: a launcher, not Slurm, starts the ranks of a host
+STARTS_RANKS = "verb.starts_ranks"
 # Prefix of the arguments of `accelerate launch` itself, some of which have the same names as the program's.
 ACCELERATE = "accelerate."
 
@@ -78,8 +76,7 @@ class TrainingCommand:
     program: tuple[Arguments, ...]
     launcher: tuple[Arguments, ...]
     command: StartedCommand
-    # the reason why it may have further arguments
-    open_why: str = ""
+    open_why: str = ""  # the reason why it may have further arguments
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,8 +87,7 @@ class ScriptReading:
     text: str
     unknowns: UnknownTable
     commands: list[TrainingCommand]
-    # #SBATCH option -> value, line
-    batch: dict[str, tuple[str, int]]
+    batch: dict[str, tuple[str, int]]  # #SBATCH option -> value, line
     unset: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     interpreter: Interpreter
@@ -341,7 +337,7 @@ def program_at(words: Sequence[str]) -> int:
 def parse_flags(words: Sequence[str], *, launcher: bool = False, switches: frozenset[str] = SWITCHES) -> Arguments:
     """Group arguments with their values as argparse does; of an argument given twice the last one holds."""
     arguments: Arguments = {}
-    # canonical name -> its last spelling
+    # Canonical name -> its last spelling
     last_spelling: dict[str, str] = {}
     flag = ""
     for word in words:
