@@ -73,6 +73,7 @@ def translate_config(config: Conversion) -> None:
     backend = config.read_word("dynamo_backend")
     if backend:
         config.set_value("train.compile", backend not in ("no", "none"), "dynamo_backend")
+    # DeepSpeed has its own default (DEEPSPEED_TIMEOUT), all others use torch's.
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
     note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
     config.assume_default("comm.init_timeout_s", limit, note)

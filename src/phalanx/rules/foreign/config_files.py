@@ -85,6 +85,7 @@ def json_lines(text: str, *, file: str) -> dict[Steps, int]:
             if len(stack) > MOST_DEPTH:
                 raise mistake(f"{file}:{line}", f"nests deeper than {MOST_DEPTH} levels")
         elif token in "}]":
+            # No pop: a surplus bracket is left to the parser to report.
             stack = stack[:-1]
         elif token == "," and stack and isinstance(top := stack[-1], int):
             stack[-1] = top + 1

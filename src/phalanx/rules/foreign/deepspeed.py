@@ -259,6 +259,7 @@ def _read_scheduler(config: Conversion) -> None:
         config.set_value("optim.schedule", "cosine", "scheduler.type")
     elif kind in ("warmuplr", "warmupdecaylr"):
         config.set_value("optim.schedule", "wsd", "scheduler.type", note=kind)
+        # WarmupDecayLR decays from the end of the warm-up to the last step; WarmupLR stays at the peak.
         config.set_value("optim.decay", 1.0 if kind == "warmupdecaylr" else 0.0, "scheduler.type", note=kind)
     else:
         config.leave_unmapped("scheduler.type", "the job schema knows wsd and cosine")

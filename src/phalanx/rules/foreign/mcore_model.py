@@ -35,6 +35,7 @@ def _read_shape(config: Conversion) -> None:
     hidden = config.int_of("model.hidden", 0)
     gated = bool(config.read_flag("swiglu")) or bool(config.read_flag("gated_linear_unit"))
     if hidden and "model.ffn" not in config.values:
+        # Megatron's default of the feed-forward width, rounded down to a multiple of 64 with SwiGLU.
         width = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         config.assume_default("model.ffn", width, "4 × hidden, two thirds of that with SwiGLU")
     if (groups := config.read_whole("num_query_groups")) is not None and groups > 0:

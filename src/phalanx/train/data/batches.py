@@ -51,6 +51,7 @@ class BatchPlan:
         stages: list[Stage] = []
         step = position = 0
         for until_tokens, size in _ramp_stages(batch, sequence, tokens):
+            # Ceiling division: a stage ends with the first whole sequence that reaches its tokens.
             remaining = -(-until_tokens // sequence) - position
             if remaining <= 0:
                 continue

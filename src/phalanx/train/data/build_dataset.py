@@ -421,6 +421,7 @@ def _publish_dataset(partial: Path, out: Path, manifest: DatasetManifest) -> Non
     (partial / STATE).unlink(missing_ok=True)
     replace_text(partial / MANIFEST, manifest.dump())
     partial.rename(out)
+    # Flushed, so that the rename survives a power failure.
     handle = os.open(out.parent, os.O_RDONLY)
     try:
         os.fsync(handle)

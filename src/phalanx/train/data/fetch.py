@@ -53,6 +53,7 @@ def fetch_package(package: Package, folder: Path) -> Path:
 
 def _run_download(package: Package, folder: Path) -> None:
     command = _download_command(package, folder)
+    # No network check of pip's version, and no prompt that would wait for input.
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     try:
         result = subprocess.run(

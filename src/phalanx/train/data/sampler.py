@@ -115,6 +115,7 @@ def source_quotas(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, 
     (300, 200)
     """
     quotas = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+    # The period stays below MOST_PERIOD, so that products of positions and shares fit int64.
     scale = min(1.0, MOST_PERIOD / 2 / sum(quotas))
     return tuple(max(1, round(quota * scale)) if quota else 0 for quota in quotas)
 

@@ -58,6 +58,7 @@ class _OpenShard:
         self.block_bytes = manifest.block_bytes or BLOCK_BYTES
         self.digests = _read_digests(folder, shard, count_blocks(self.size_bytes, self.block_bytes))
         try:
+            # O_NONBLOCK: opening a pipe at this path must not hang; it has no effect on regular files.
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable_file(self.path, error) from error

@@ -148,6 +148,7 @@ def _shard_update(kind: str, *, compiled: bool) -> Advance:
         if not where.dim():
             where = where + torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
         bits = mix_bits(where, by)
+        # Two independent numbers from the same bits: one per moment.
         copy_kept(first, forms[0].encode(m, low_bits(bits)))
         copy_kept(second, forms[1].encode(v, high_bits(bits)))
         wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)

@@ -122,6 +122,7 @@ def spread_work(boxes: Sequence[torch.Tensor], undo: Sequence[GroupSplit], work:
         return [work(box) for box in boxes]
     cut, own_rank = undo[0], undo[0].group.rank()
     like = pad_to_longest(boxes[0], cut)
+    # Tensors are dealt round-robin: rank r works on tensors r, r + ranks, and so on.
     counts = [len(range(rank, len(boxes), cut.ranks)) for rank in range(cut.ranks)]
     own_counts = [counts[own_rank]] * cut.ranks
     outgoing = [pad_to_longest(box, cut) for rank in range(cut.ranks) for box in boxes[rank :: cut.ranks]]

@@ -127,8 +127,10 @@ class Muon:
 def orthogonal_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """Return roughly U Vᵀ of the singular value decomposition: singular values end between about 0.7 and 1.2."""
     stack = matrix.reshape(-1, *matrix.shape[-2:])
+    # The Gram matrix of the shorter side is smaller.
     tall = stack.shape[-2] > stack.shape[-1]
     x: torch.Tensor = stack.mT if tall else stack
+    # The Frobenius norm bounds the largest singular value, which the iteration needs below 1.
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):

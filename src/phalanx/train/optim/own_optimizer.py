@@ -47,6 +47,7 @@ class OwnOptimizer:
             return _build_own(reference, factory, members, optim=optim, decays=decays, arguments=arguments)
 
         self._inner = build([(shard, shard.tensor) for shard in self._shards])
+        # The schedule scales every group, and a user's own ratios between groups stay.
         self._ratios = [float(group["lr"]) / optim.lr for group in self._inner.param_groups]
         self._refuse_split()
         # Torch creates the state in the first step: a trial step on a copy of each parameter shows what it will be.

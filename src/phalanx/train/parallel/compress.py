@@ -92,6 +92,7 @@ class Quantised:
             return
         sizes, block = self._sizes.get(key, (size,)), self._format.block
         x_1n = pad_blocks(bucket.reshape(1, -1), sizes, block)
+        # Every rank's part is a whole number of blocks, so that no block spans two ranks.
         x_Wm = F.pad(x_1n, (0, -x_1n.shape[1] % (ranks * block))).view(ranks, -1)
         row_sizes = (x_Wm.shape[1],)
         sum_m = self._sum_compressed(x_Wm, row_sizes, group, f"{key}/parts")

@@ -254,6 +254,7 @@ def _math_backward(
     p_BNST = (_attention_scores(q, k, causal=causal) - lse[..., None]).exp()
     wide = p_BNST.dtype
     dp_BNST = (grad @ _repeat_heads(v, heads).transpose(-1, -2)).to(wide)
+    # Softmax backward, dS = P (dP - rowsum(dO O)): the row sum covers all blocks, as does the log-sum-exp in P.
     shift_BNS1 = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     ds_BNST = (p_BNST * (dp_BNST - shift_BNS1) * q.shape[-1] ** -0.5).to(q.dtype)
     dk_BNSH, dv_BNSH = ds_BNST.transpose(-1, -2) @ q, p_BNST.to(q.dtype).transpose(-1, -2) @ grad
@@ -271,6 +272,7 @@ class _Merged:
         """Merge the output of a block for some of the queries."""
         merged, merged_lse = self.out[:, :, queries], self.lse[:, :, queries]
         joint_lse = torch.logaddexp(merged_lse, lse)
+        # A block's weight in the merged output is the exponential of its log-sum-exp less the joint one.
         merged.mul_((merged_lse - joint_lse).exp()[..., None]).add_(out * (lse - joint_lse).exp()[..., None])
         merged_lse.copy_(joint_lse)
 

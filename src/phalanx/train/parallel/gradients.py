@@ -143,6 +143,7 @@ def squared_norm(shards: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -
     noticed.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    # A weight of 0 still turns a norm that is infinite or NaN into NaN.
     for owner, weight in ((True, 1.0), (False, 0.0)):
         counted_grads = [
             grad for shard, grad in zip(shards, grads, strict=True) if shard.owner is owner and grad.numel()

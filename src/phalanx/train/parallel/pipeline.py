@@ -68,6 +68,7 @@ def schedule_class(name: str, chunks: int) -> type[Schedule]:
 
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
     """Raise UserError if the schedule cannot order this number of micro-batches."""
+    # torch's looped schedules process the micro-batches in equal rounds.
     rounds = max(1, micro_batches // ranks)
     if (name == "zero-bubble" or chunks > 1) and micro_batches % rounds:
         lower = micro_batches // ranks * ranks
@@ -119,6 +120,7 @@ def build_schedule(
                 sends_alone=kind is not Schedule1F1B,
             )
         )
+    # scale_grads=False: the loss is already divided by the tokens of the whole batch.
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     for stage in lean_stages:
         _greet_others_only(stage)

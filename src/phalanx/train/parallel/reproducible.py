@@ -39,6 +39,7 @@ class TreeReplicas:
 
     def begin(self, micro_batches: int) -> None:
         """Prepare a step, before its first backward; raise UserError unless the micro-batches are a power of two."""
+        # True unless the number is a power of two.
         if micro_batches & (micro_batches - 1):
             raise mistake(
                 "numerics.reproducible",

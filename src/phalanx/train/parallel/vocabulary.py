@@ -45,6 +45,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, output: Placement, tokens_B
     assert isinstance(table_VD, DTensor)
     first, rows = chunk_range(table_VD.shape[0], mesh.size(), int(mesh.get_local_rank()))
     elsewhere_BS = (tokens_BS < first) | (tokens_BS >= first + rows)
+    # Tokens of other ranks look up row 0; the values are masked below.
     row_BS = (tokens_BS - first).masked_fill(elsewhere_BS, 0)
     x_BSD = F.embedding(row_BS, table_VD.to_local()).masked_fill(elsewhere_BS[..., None], 0.0)
     summed = DTensor.from_local(x_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[output])

@@ -161,6 +161,7 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
     if body.get("version") != VERSION:
         raise ValueError(f"it has version {body.get('version')!r}, and this Phalanx reads version {VERSION}")
     digest = body.pop("sha256")
+    # The text is compared too: every value has one encoding, so that any changed byte is found.
     if digest != hashlib.sha256(encode_json(body)).hexdigest() or data != encode_json({**body, "sha256": digest}):
         raise ValueError("its digest does not match its text")
     for row in body["ranks"]:

@@ -235,6 +235,7 @@ class ReplicaSender:
                 if reply["op"] in ("held", "refused"):
                     return bool(reply["op"] == "held")
             self._closing.wait(pause_s)
+            # Exponential back-off between attempts.
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return False
 

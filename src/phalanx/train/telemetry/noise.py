@@ -90,6 +90,7 @@ class LocalNorms:
         elif calls_per_key - {len(valid_K)}:
             self._missed = True
         if self._missed:
+            # No chunks: the estimate is reported as NaN below.
             valid_K = valid_K[:0]
         zero = torch.zeros((), dtype=torch.float64, device=targets_BS.device)
         if len(valid_K):

@@ -170,7 +170,7 @@ class PlanLine:
 
     @property
     def difference(self) -> float:
-        """Traced over planned, less one."""
+        """Relative difference: traced over planned, less one."""
         return self.traced / self.planned - 1.0 if self.planned else 0.0 if not self.traced else float("inf")
 
     @property

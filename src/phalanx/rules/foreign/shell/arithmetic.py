@@ -158,6 +158,7 @@ def _apply(operator: str, a: int, b: int) -> int:
     if operator in ("/", "%"):
         if b == 0:
             raise UnknownNumberError("division by zero")
+        # The shell truncates towards zero, Python rounds down.
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return quotient if operator == "/" else a - quotient * b
     if operator in ("**", "<<", ">>") and not 0 <= b < 64:

@@ -351,6 +351,7 @@ def call_function(shell: Interpreter, argv: list[str]) -> Outcome:
     outer, outer_shift = shell.state.positional, shell.state.shifted
     outer_variables = dict(shell.state.variables)
     shell.state.positional, shell.state.shifted = tuple(argv[1:]), 0
+    # A name that no script can use: it collects the names that the function declares local.
     shell.state.variables["\x00local"] = ()
     shell.returned.append([])
     signal = shell.run_block(body)
