@@ -9,8 +9,8 @@ with fp32 sums, the rounding itself): weight gradients are summed in fp32, at 2 
 Backward's copy of an input is stored rounded and transposed: half the bytes. The head stays in 16 bit, unless
 `precision.fp8_head` is set (`kernels/float8_head.py`).
 
-Under tensor parallelism every rank multiplies its own part, with scales of its own part: where a product sums over a
-split dimension (rows of a matrix in forward, columns in backward), a row has one scale per rank, and none is
+Under tensor parallelism every rank multiplies its own part, with scales computed from that part: where a product sums
+over a split dimension (rows of a matrix in forward, columns in backward), a row has one scale per rank, and none is
 exchanged.
 
 Blocks that recompute use the product as one operator. Inside an `autograd.Function`, compiled torch 2.11 does not

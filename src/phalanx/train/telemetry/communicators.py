@@ -40,10 +40,8 @@ def settings_in_force(
 ) -> dict[str, str]:
     """Return the variables of NCCL, gloo and the flight recorder.
 
-    Values from NCCL's files are followed by the file's name.
-
-    NCCL reads ~/.nccl.conf (or NCCL_CONF_FILE), then /etc/nccl.conf; neither overrides a variable that is set
-    already.
+    Values from NCCL's files are followed by the file's name. NCCL reads ~/.nccl.conf (or NCCL_CONF_FILE), then
+    /etc/nccl.conf; neither overrides a variable that is set already.
     """
     settings = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
     conf_file = environ.get("NCCL_CONF_FILE")

@@ -119,7 +119,7 @@ def _run_undispatched(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> 
 def _run_identity(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the awaited tensor itself.
 
-    Torch would make another fake tensor, which recompute would keep in addition.
+    torch would make another fake tensor, which recompute would keep in addition.
     """
     return args[0] if type(args[0]) is FakeTensor else op(*args, **named)
 

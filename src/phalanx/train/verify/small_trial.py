@@ -227,7 +227,7 @@ def _grow_degrees(real: Layout, sizes: dict[str, int], ranks: int) -> None:
 def _expert_degree(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
     """Return the expert degree: above the tensor degree if it was, below the stage's ranks if it was.
 
-    May double data.
+    It may double the data degree in `sizes`.
     """
     if real.expert == 1 or not shape.is_moe:
         return 1
