@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import Conversion
 
-TIMEOUT_S = 600  # torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
+# torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
+TIMEOUT_S = 600
 
 IRRELEVANT = {
     "compute_environment": "where the launcher runs",

@@ -40,7 +40,8 @@ CHANGES_NONE = re.compile(
     r"|pipeline_manual_split|pp_partition|async_tensor_model_parallel|async_save|async_strategy|data_|dataset|tokeniz|log_"
     r"|deepspeed_config|prompt|energon"
 )
-MEGATRON_VERB = "verb.megatron"  # set by trainer_scripts for ms-swift's `megatron` commands
+# Set by trainer_scripts for ms-swift's `megatron` commands
+MEGATRON_VERB = "verb.megatron"
 
 
 def partial_training(config: Conversion, trainer: str) -> str:
@@ -107,7 +108,7 @@ def _by_switches(said: Mapping[str, Leaf]) -> Iterator[str]:
     for leaf in switches:
         if leaf.value is True or str(leaf.value).strip().lower() not in OFF:
             yield leaf.key
-    # a program that always trains adapters takes their rank without a switch
+    # A program that always trains adapters takes their rank without a switch
     if not switches:
         yield from (leaf.key for name, leaf in said.items() if name.startswith("lora_"))
 

@@ -6,7 +6,8 @@ from phalanx.rules.evidence import differs
 from phalanx.rules.foreign.conversion import Conversion
 
 JSON = "ds."  # prefix of leaves of the DeepSpeed JSON that the command names
-Pairs = tuple[tuple[str, str, str], ...]  # argument, key of the JSON, key of the job
+# Argument, key of the JSON, key of the job
+Pairs = tuple[tuple[str, str, str], ...]
 
 
 def settle_contradictions(config: Conversion, pairs: Pairs) -> None:

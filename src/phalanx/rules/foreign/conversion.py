@@ -14,7 +14,8 @@ from phalanx.rules.evidence import NO_WORD
 MOST = 1e18  # more than any count of tokens
 MAX_NUMBER_CHARACTERS = 1000  # checked to decide whether a text is a number
 UNSET = "a variable that nothing sets"
-SEEDS = 10**9  # upper bound of a job's seed: its value does not change the work of a step
+# Upper bound of a job's seed: its value does not change the work of a step
+SEEDS = 10**9
 NEVER = 0  # steps between checkpoints if none are written
 
 Fate = Literal["mapped", "irrelevant", "unmapped"]
@@ -231,7 +232,7 @@ class Conversion:
             if leaf.value is None:
                 self.settled[key] = SettledKey(fate="irrelevant", text=f"null leaves it to {self.title}")
             elif (name := found_in(seen(key), [*unmapped, *irrelevant])) in unmapped:
-                # a disabled option needs no job key
+                # A disabled option needs no job key
                 fate: Fate = "irrelevant" if leaf.value is False else "unmapped"
                 self.settled[key] = SettledKey(fate=fate, text=unmapped[name])
             elif name:

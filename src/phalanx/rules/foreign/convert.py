@@ -243,7 +243,8 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
     resolved = _load_converted(config)
     if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in config.values:
         return resolved
-    from phalanx.plan.make import make_plan  # imports numpy, which is only needed here
+    # Imports numpy, which is only needed here
+    from phalanx.plan.make import make_plan
 
     try:
         # Every stage of a ramp is priced separately; the time of a full step needs none.

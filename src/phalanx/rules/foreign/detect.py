@@ -340,7 +340,7 @@ def _trains_nothing(name: str, said: set[str]) -> bool:
         container = any(key.startswith("checkpoint.") for key in said)
         return container and not any(key.startswith(("train.", "trainer.", "dataset.", "data.")) for key in said)
     if name == "llama-factory" and "cutoff_len" in said and not said & {"export_dir", "infer_backend", "do_predict"}:
-        # a sequence length belongs to training, and the other settings may have defaults
+        # A sequence length belongs to training, and the other settings may have defaults
         return False
     return name in TRAINING_WORDS and not any(word in said for word in TRAINING_WORDS[name])
 

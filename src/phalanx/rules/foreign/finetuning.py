@@ -300,7 +300,8 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
 
 
-NEVER_REACHED = 100_000  # steps, if the file gives no length: longer than any fine-tuning
+# Steps, if the file gives no length: longer than any fine-tuning
+NEVER_REACHED = 100_000
 
 
 def _note_never_saved(config: Conversion, every: int) -> None:

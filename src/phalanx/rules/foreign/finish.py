@@ -345,7 +345,8 @@ def _set_model(config: Conversion) -> None:
         config.add_missing("does not say which model is trained", GIVE_MODEL)
 
 
-VOCABULARY = ("vocab_size", "padded_vocab_size")  # may be left out: a tokenizer gives it too
+# May be left out: a tokenizer gives it too
+VOCABULARY = ("vocab_size", "padded_vocab_size")
 # No trainer gives -1 or 0 a special meaning here
 MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 DECISIVE = {

@@ -107,7 +107,8 @@ KNOWN = (
 )
 
 
-ALIKE, MOST_KEY = 0.9, 60  # similarity with one or two different letters; no key is longer
+# Similarity with one or two different letters; no key is longer
+ALIKE, MOST_KEY = 0.9, 60
 
 
 def _note_misspelt(config: Conversion) -> None:

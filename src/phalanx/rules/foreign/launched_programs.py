@@ -330,7 +330,8 @@ def _settle_precision(config: Conversion) -> None:
                 return
     if config.has_leaf("env.ACCELERATE_MIXED_PRECISION"):
         config.unknown.setdefault("precision.compute", "ACCELERATE_MIXED_PRECISION of the environment says it")
-    is_stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # such as --bf16 False
+    # Such as --bf16 False
+    is_stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))
     has_other = any(leaf is not None for leaf in format_leaves) or any(config.has_leaf(name) for name in _LOADS)
     if has_other or not _is_example(config) or (config.open_why and not is_stated):
         config.unknown.setdefault(

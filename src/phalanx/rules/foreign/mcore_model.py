@@ -93,7 +93,8 @@ def _read_positions(config: Conversion) -> None:
 
 
 def _read_experts(config: Conversion) -> None:
-    if config.int_of("model.experts", 0) <= 1:  # Megatron-DeepSpeed writes 1 for a dense model
+    # Megatron-DeepSpeed writes 1 for a dense model
+    if config.int_of("model.experts", 0) <= 1:
         for name in ("expert_ffn", "experts_per_token", "experts"):
             config.values.pop(f"model.{name}", None)
         for name in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):

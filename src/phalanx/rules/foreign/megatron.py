@@ -377,7 +377,7 @@ def _holds_a_place(config: Conversion) -> bool:
 
 def read_machines(config: Conversion) -> None:
     """Read the number of hosts and of devices of each, from the launcher's or Slurm's settings."""
-    # a range such as 1:4 is elastic
+    # A range such as 1:4 is elastic
     for name in ("nnodes", "num_nodes"):
         if (leaf := config.find_leaf(name)) is not None and not str(leaf.value).isdigit() and not leaf.unknown:
             config.leave_unmapped(name, "not one number of hosts")

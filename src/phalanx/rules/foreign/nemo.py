@@ -170,7 +170,7 @@ def translate_config(config: Conversion) -> None:
         config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
     total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro", 0)
-    # a placeholder too, because this batch is impossible
+    # A placeholder too, because this batch is impossible
     if is_template and total and micro and total % micro:
         del config.values["batch.global_sequences"]
         config.leave_unmapped("global_batch_size", f"does not divide by {micro}: a place for another, as ??? are")

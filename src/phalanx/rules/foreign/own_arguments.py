@@ -53,7 +53,8 @@ def leave_open(config: Conversion) -> None:
         and not CHANGES_NONE.search(_name_of(key))
     ]
     for job_key, sign in SPEAKS_OF.items():
-        off = OFF if job_key in SWITCHED else (*OFF, "1")  # a degree of 1 splits nothing
+        # A degree of 1 splits nothing
+        off = OFF if job_key in SWITCHED else (*OFF, "1")
         leaf = next(
             (leaf for name, leaf in own_arguments if sign.search(name) and str(leaf.value).lower() not in off), None
         )

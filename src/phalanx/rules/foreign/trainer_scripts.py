@@ -81,7 +81,7 @@ OTHER_FILE = re.compile(
     r"(train(ing)?_|args_|run_)?(args|arguments|config|cfg|recipe|yaml|params|hparams)_(file|path|yaml)|cfg|recipe"
 )
 MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
-# a leaf added here: ms-swift's Megatron commands have other keys and defaults
+# A leaf added here: ms-swift's Megatron commands have other keys and defaults
 MEGATRON_VERB = "verb.megatron"
 NO_PROGRAM = "has no command that could be read and starts a program with arguments of Hugging Face's Trainer"
 DTYPE = "that of the model's config.json (torch_dtype)"
@@ -249,7 +249,8 @@ def _translate_megatron(config: Conversion) -> None:
         key, value = SWIFT_DEFAULTS[name]
         if not (is_fsdp and key == "parallel.zero"):
             config.set_value(key, value, name, note="default of ms-swift")
-    wait_s = min(config.read_number("ddp_timeout") or 18e6, 1e7)  # the schema's longest
+    # The schema's longest
+    wait_s = min(config.read_number("ddp_timeout") or 18e6, 1e7)
     for key in ("comm.init_timeout_s", "train.timeout_s"):
         config.set_value(
             key, wait_s, "ddp_timeout", note="" if config.has_leaf("ddp_timeout") else "default of ms-swift"

@@ -43,9 +43,9 @@ class Bigram:
         first_tokens, second_tokens = np.divmod(self._pairs, vocab)
         num_once, num_twice = int((counts == 1).sum()), int((counts == 2).sum())
         discount = num_once / (num_once + 2 * num_twice) if num_once and num_twice else 0.5
-        # How often a token preceded another
+        # Count of each token as the first of a pair
         count_V = np.bincount(first_tokens, weights=counts, minlength=vocab)
-        # How many different tokens followed it
+        # Number of different tokens that followed it
         kinds_V = np.bincount(first_tokens, minlength=vocab)
         self._share = (counts - discount) / count_V[first_tokens]
         with np.errstate(invalid="ignore"):

@@ -15,7 +15,7 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.files import read_failure
 from phalanx.io.path_probes import is_file, is_folder
 
-# a longer document is split at a line end: it must fit in memory to be hashed
+# A longer document is split at a line end: it must fit in memory to be hashed
 LONGEST_BYTES = 16 << 20
 LONGEST_LINE_BYTES = 64 << 20
 HEAD_BYTES = 8 << 10

@@ -21,7 +21,8 @@ from typing import Literal
 from phalanx.errors import Problem, SystemFailure
 
 DOWNLOAD_S = 300
-MOST_MEMBER_BYTES = 256 << 20  # of one file inside a package; the largest in use has 35 MB
+# Of one file inside a package; the largest in use has 35 MB
+MOST_MEMBER_BYTES = 256 << 20
 MOST_PACKAGE_BYTES = 1 << 30
 
 

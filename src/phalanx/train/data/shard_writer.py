@@ -87,6 +87,6 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close the files after a failure; no manifest names them."""
         for file in (self._tokens, self._index, self._blocks):
-            # a full disk refuses the last buffer too
+            # A full disk refuses the last buffer too
             with contextlib.suppress(OSError):
                 file.stream.close()

@@ -109,7 +109,8 @@ class OwnBatches:
                 raise mistake(WHERE, f"{type(data).__name__} is empty")
             self._sampler = GlobalSampler(len(data), seed)
         self._iterator: Iterator[Any] | None = None
-        self._passes = self._items = 0  # passes through an iterable, and items of this pass
+        # Passes through an iterable, and items of this pass
+        self._passes = self._items = 0
         self._reader: ReadAhead[_Read] | None = None
         self._last: _Read | None = None
 

@@ -35,7 +35,8 @@ from phalanx.job.dataset import (
 
 # Shards open at once; each takes a file descriptor, and 1,024 is a usual limit
 MOST_FILES = 256
-MOST_CACHE_BYTES = 1 << 25  # blocks cached by a rank: the corpus of a first run fits
+# Blocks cached by a rank: the corpus of a first run fits
+MOST_CACHE_BYTES = 1 << 25
 MOST_READ_BYTES = 1 << 22  # read at once
 
 RawTokens = NDArray[np.unsignedinteger[Any]]

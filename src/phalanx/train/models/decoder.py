@@ -106,7 +106,8 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie()  # to_empty() from the meta device makes new parameters, one per name
+        # to_empty() from the meta device makes new parameters, one per name
+        self.tie()
         return self
 
     def forward(self, x: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.swiglu import gated_down
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BNSH, k_BKSH, v_BKSH -> o_BNSH
+# q_BNSH, k_BKSH, v_BKSH -> o_BNSH
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_kernel(*tensors: Tensor) -> bool:

@@ -89,7 +89,7 @@ class OwnStage(nn.Module):
         # Part of the decoder's interface; a user's own network computes its positions itself
         self.positions: Tensor | None = None
         self.network = network
-        # a plain dict, so that the modules stay registered under their own names only
+        # A plain dict, so that the modules stay registered under their own names only
         self.layers = dict(network.blocks())
         self.embed = None
         self.norm = nn.Identity() if last else None
@@ -98,7 +98,8 @@ class OwnStage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnStage:
         super()._apply(fn, recurse)
-        self.tie()  # to_empty() from the meta device makes new tensors, one per name
+        # to_empty() from the meta device makes new tensors, one per name
+        self.tie()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -441,7 +442,8 @@ def differs_from_shape(model: nn.Module, shape: ModelShape) -> Problem | None:
     real = sum(parameter.numel() for parameter in model.parameters())
     buffers_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     planned = count_parameters(shape).total
-    large = buffers_bytes > GAP * planned * 4  # relative to master weights of 4 bytes
+    # Relative to master weights of 4 bytes
+    large = buffers_bytes > GAP * planned * 4
     if abs(real / planned - 1.0) <= GAP and not large:
         return None
     and_buffers = f" and {format_bytes(buffers_bytes)} of buffers" if large else ""

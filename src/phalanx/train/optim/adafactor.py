@@ -19,7 +19,8 @@ from phalanx.train.optim.gathered_tensors import sum_over
 from phalanx.train.optim.moments import working_dtype
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
+# beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
+GROWTH = 0.8
 TINY = 1e-30  # added to squared gradients: epsilon 1 of the paper
 # Updates are scaled down to this root mean square: d of the paper's section 6
 LARGEST_RMS = 1.0

@@ -156,7 +156,8 @@ def readable_moment(form: MomentFormat, kept: Kept, like: torch.Tensor) -> torch
 # not a generator: there is no state to save, and every layout gets the same numbers for the same element.
 
 
-SIDES = 65536  # values of a 16-bit random number: bf16 drops 16 bits of an fp32 value
+# Values of a 16-bit random number: bf16 drops 16 bits of an fp32 value
+SIDES = 65536
 # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
 _GOLDEN = 0x9E3779B1 - 2**32
 _MIX = 0x85EBCA6B - 2**32  # from the finaliser of MurmurHash3

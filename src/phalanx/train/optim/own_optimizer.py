@@ -22,7 +22,8 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.plugins import load_class_or_function
 
 WHERE = "plugins.optimizer"
-NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")  # classes of torch.optim
+# Classes of torch.optim
+NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 STEP = "step"  # the name of the step count in torch's optimizers
 
 

@@ -36,7 +36,8 @@ class AcrossReplicas:
         self.replicas, self.rank = replicas, rank
         self.replica, self.position = replicas.place(rank)
         self.present: tuple[int, ...] = tuple(range(replicas.count))
-        self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's types leave out
+        # a ProcessGroupGloo, whose collectives torch's types leave out
+        self._group: Any = None
         self._is_broken = True  # before the first group is made
 
     @property

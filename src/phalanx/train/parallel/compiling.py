@@ -36,7 +36,8 @@ def load_compiler(backend: str, *, on_gpu: bool) -> None:
             import_module("torch._inductor.runtime.triton_heuristics")
             import_module("torch._inductor.runtime.triton_compat").triton_key()
         else:
-            import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()  # runs the C++ compiler
+            # Runs the C++ compiler
+            import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
 
 
 def prepare_compiler(meshes: Meshes) -> None:

@@ -141,7 +141,7 @@ class Quantised:
         error += x_Rm
         message_RA = self._format.encode(error, sizes)
         error -= self._format.decode(message_RA, sizes, error.dtype)
-        # a step that is not finite is skipped and must not leave an error
+        # A step that is not finite is skipped and must not leave an error
         error.nan_to_num_(0.0, 0.0, 0.0)
         return message_RA
 

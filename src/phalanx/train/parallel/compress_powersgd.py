@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 from phalanx.train.parallel import exchanges
 
-SEED = 20190531  # seed of the first factors, the same on every rank; the date of the paper
+# Seed of the first factors, the same on every rank; the date of the paper
+SEED = 20190531
 
 
 class PowerSgd:

@@ -24,7 +24,8 @@ from phalanx.train.models.moe import Experts, Moe, count_visits, run_evenly, run
 from phalanx.train.parallel import exchanges
 from phalanx.train.parallel.dims import Meshes
 
-Offset = tuple[int, int, int]  # dimension, first row of this rank, rows of the whole
+# Dimension, first row of this rank, rows of the whole
+Offset = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

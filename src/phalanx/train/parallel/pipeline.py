@@ -159,7 +159,8 @@ def assume_static(schedule: Schedule) -> None:
     """Skip the messages of the first step: torch 2.13 votes on whether all shapes are known, 2.11 greets neighbours."""
     from torch.distributed.pipelining import _utils
 
-    inference_mode = getattr(_utils, "InferenceMode", None)  # torch 2.11 does not vote
+    # torch 2.11 does not vote
+    inference_mode = getattr(_utils, "InferenceMode", None)
 
     def skip_vote(stages: Sequence[PipelineStage], *_: Any) -> None:
         for stage in stages:

@@ -36,7 +36,7 @@ class MemoryReservation:
 
 def _take_memory(take: Callable[[], None], device: torch.device | None) -> None:
     if device is not None:
-        # a new thread uses the first GPU, and pinning would create a CUDA context there
+        # A new thread uses the first GPU, and pinning would create a CUDA context there
         torch.cuda.set_device(device)
     with suppress(SystemFailure):
         take()

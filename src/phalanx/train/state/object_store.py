@@ -27,7 +27,8 @@ MOST_PARTS = 9_000  # S3 allows 10,000 parts per upload
 
 def connect_store(location: Url) -> Any:
     """Return the file system of a URL. Listings are not cached, because other ranks write at the same time."""
-    import fsspec  # imported here because most runs keep their checkpoints on a disk
+    # Imported here because most runs keep their checkpoints on a disk
+    import fsspec
 
     try:
         return fsspec.filesystem(location.protocol, use_listings_cache=False)

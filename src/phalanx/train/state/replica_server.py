@@ -25,7 +25,8 @@ from phalanx.train.state.in_memory import interrupt_channel
 from phalanx.train.state.snapshot import decode_snapshot_index
 
 LOOK_S = 1.0  # seconds after which it notices that it must end, if nothing wakes it
-IDLE_S = 3600.0  # a connection may be silent, because the peer may be in a long step
+# A connection may be silent, because the peer may be in a long step
+IDLE_S = 3600.0
 DATA_S = 30.0  # but not in the middle of a copy
 MOST_INDEX_BYTES = 2**28
 MOST_BYTES = 2**40  # of one snapshot; a larger number must be an error
@@ -80,7 +81,7 @@ class ReplicaServer:
                 message = channel.wait(IDLE_S)
                 operations[message["op"]](channel, message)
         except (OSError, TimeoutError, ValueError, TypeError, KeyError):
-            # a peer that left or uses another protocol; it notices the end of the connection
+            # A peer that left or uses another protocol; it notices the end of the connection
             pass
         finally:
             self._channels.discard(channel)

@@ -130,7 +130,7 @@ def prune_commits(
     try:
         commits = storage.commits()
         surplus = steps_to_prune(_commit_states(storage, commits), keep=keep, trusted_step=trusted_step)
-    # a commit that cannot be deleted costs space, but must not fail the run
+    # A commit that cannot be deleted costs space, but must not fail the run
     except OSError:
         return []
     deleted = [place for place in commits if commit_step(place.name) in surplus]
@@ -228,7 +228,8 @@ def _is_intact(folder: CheckpointFolder) -> bool:
     return True
 
 
-RECENT = 5  # number of saves in the median: one delayed by a busy disk changes nothing
+# Number of saves in the median: one delayed by a busy disk changes nothing
+RECENT = 5
 
 
 class CheckpointInterval:

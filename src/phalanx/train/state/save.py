@@ -142,7 +142,7 @@ def save_checkpoint(
     seconds = time.monotonic() - began
     if rank == 0:
         point("commit")
-        # a process that is fenced by now deletes nothing: other processes save here
+        # A process that is fenced by now deletes nothing: other processes save here
         with suppress(SystemFailure), fence():
             draft.tidy()
             trusted = trusted_step()

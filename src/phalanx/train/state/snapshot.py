@@ -52,7 +52,8 @@ class SnapshotIndex:
 
         if threads == 1:
             return replace(self, shards=tuple(map(total, self.shards)))
-        with ThreadPoolExecutor(threads) as pool:  # zlib releases the interpreter lock
+        # zlib releases the interpreter lock
+        with ThreadPoolExecutor(threads) as pool:
             return replace(self, shards=tuple(pool.map(total, self.shards)))
 
 

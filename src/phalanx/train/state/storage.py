@@ -143,7 +143,8 @@ def open_folder(where: Location | str) -> CheckpointFolder:
 
 # On a disk: a hidden folder per attempt, renamed when it is complete.
 
-PRUNED = "pruned"  # used as the attempt in the name of a commit that is deleted for good
+# Used as the attempt in the name of a commit that is deleted for good
+PRUNED = "pruned"
 
 
 class PosixFolder:

@@ -217,7 +217,8 @@ class DeviceClock:
         self._stalls: list[tuple[Mark, Mark]] = []
         # Phases after `settle`, which have not passed at the step's end
         self._late: list[tuple[str, Mark, Mark]] = []
-        self._before: list[tuple[str, Mark, Mark]] = []  # such phases of the previous step
+        # Such phases of the previous step
+        self._before: list[tuple[str, Mark, Mark]] = []
         self._closing, self._depth = False, 0
         self._core_wait = CoreWait()
         self._began_core_s: float | None = None

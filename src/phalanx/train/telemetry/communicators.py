@@ -30,7 +30,8 @@ from phalanx.units import first_few
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 MOST_VARIABLES, MOST_VALUE = 200, 300  # an event is one line
 MOST_DIFFERENCES = 32
-MEETING_S = 60.0  # timeout for the settings of the other ranks, which have all just joined
+# Timeout for the settings of the other ranks, which have all just joined
+MEETING_S = 60.0
 _FILE_LINE = re.compile(r"\s*(NCCL_[A-Z0-9_]{1,80})\s*=\s*([^\n]{0,300}?)\s*")
 _LIBRARY = re.compile(r"/lib(?:nccl|rccl)[^/]*\.so[^/]*$")
 
@@ -69,7 +70,7 @@ def describe_library(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     libraries = mapped_libraries(maps)
     built = ""
     if torch.cuda.is_available():
-        # a build without NCCL
+        # A build without NCCL
         with suppress(Exception):
             built = ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     library = loaded_nccl()
@@ -141,7 +142,7 @@ def tell_communicators(
     groups = [GroupTime(group="world", ranks=world, count=1, seconds=joined_s), *times]
     settings, differences = settings_in_force(), list[str]()
     if store is not None:
-        # a report must not end a run
+        # A report must not end a run
         with suppress(RuntimeError, ValueError):
             differences = compare_settings(store, settings, rank=rank, world=world)
     described: dict[str, Any] = {"variables": settings, "differences": differences, "notes": list(notes)}

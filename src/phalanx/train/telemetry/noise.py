@@ -29,7 +29,7 @@ FIRST = 10  # steps before the quotient is reported
 # Steps per estimate if every micro-batch is measured: every step would cost 1.3 % of the step time on an H200
 EVERY = 4
 SIZE_DECAY = 0.9  # of the running squared norm that normalises each step
-# a squared norm this many times the recent one's (4 times in norm) is left out of the means
+# A squared norm this many times the recent one's (4 times in norm) is left out of the means
 SPIKE = 16.0
 
 
@@ -44,7 +44,8 @@ class LocalNorms:
         self._counted = counted
         self.enabled, self.every = True, 1  # the same on all ranks
         self.on = False  # whether this step is measured
-        self.next = 0  # number of the next step: a resumed run measures the same steps
+        # Number of the next step: a resumed run measures the same steps
+        self.next = 0
         self._calls: dict[object, int] = {}
         self._norms_K: list[list[torch.Tensor]] = []
         self._missed = False

@@ -168,7 +168,7 @@ class Peers:
     ) -> None:
         self._events, self._directory, self._rank, self._generation = events, directory, rank, generation
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
-        # a separate key: a ping proves nothing elsewhere
+        # A separate key: a ping proves nothing elsewhere
         self._key = hmac.digest(secret, b"peers", "sha256")
         self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in ring_neighbours(rank, dims).items()}
         self._sock = _open_socket(address)
@@ -259,7 +259,7 @@ class Peers:
                 data, notes, _, sender = self._sock.recvmsg(PACKET_BYTES + 1, socket.CMSG_SPACE(_TIMESPEC.size))
             except BlockingIOError:
                 break
-            # a port closed by a peer can appear as an error of this socket
+            # A port closed by a peer can appear as an error of this socket
             except OSError:
                 continue
             packet = Packet.decode(data, self._key)

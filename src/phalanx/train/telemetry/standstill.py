@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 
 TICK_S = 0.01
-# a thread that wakes later than this was held up; less is due to the scheduler and the interpreter lock
+# A thread that wakes later than this was held up; less is due to the scheduler and the interpreter lock
 LATE_S = 0.01
 
 

@@ -133,7 +133,7 @@ class StepTelemetry(Callback):
             training.events.write("timeline", step=report.step, epoch=training.control.generation, **fields)
         self._spent_s = timeline.spent_s - (time.perf_counter() - began_s)
         checkpoints.copy_s = None
-        # a kill must not lose the proof
+        # A kill must not lose the proof
         if training.control.hooks.records_samples:
             training.events.flush()
 

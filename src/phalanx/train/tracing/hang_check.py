@@ -94,7 +94,8 @@ class _LogReplay:
     def __init__(self, logs: Mapping[int, Sequence[TracedOperation]]) -> None:
         self._logs = logs
         self._at = dict.fromkeys(logs, 0)
-        self._posted: set[tuple[int, int]] = set()  # (rank, index) of posted messages
+        # (rank, index) of posted messages
+        self._posted: set[tuple[int, int]] = set()
         self._mail: dict[tuple[int, int, str], deque[tuple[int, TracedOperation]]] = defaultdict(deque)
 
     def run(self) -> TraceHang | None:

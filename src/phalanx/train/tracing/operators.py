@@ -110,7 +110,7 @@ def _backward_cudnn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 14))
 
 
-# Torch's table lacks the CPU kernel and counts causal attention in full.
+# torch's table lacks the CPU kernel and counts causal attention in full.
 ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward_cpu,

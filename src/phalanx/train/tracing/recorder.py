@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
             total = original(*args, **kwargs)
-            # What follows belongs to the optimizer
+            # Everything after this belongs to the optimizer
             self._updating = True
             return total
 

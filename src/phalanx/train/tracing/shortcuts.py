@@ -62,7 +62,7 @@ class Shortcuts:
             return _run_identity
         if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
             return run_plainly
-        # a view that is not declared as one
+        # A view that is not declared as one
         if op.is_view or op is torch.ops.aten._unsafe_view.default:
             return self._run_view
         if not op._schema.is_mutable:

@@ -23,7 +23,8 @@ from phalanx.train.tracing.log import RankTrace
 from phalanx.train.verify.ranks import warm_up
 
 STILL_S = 10.0  # seconds after which progress is reported
-PRELOAD = ("phalanx.train.tracing.traced_step",)  # torch is imported once, not by every worker
+# torch is imported once, not by every worker
+PRELOAD = ("phalanx.train.tracing.traced_step",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,8 +46,9 @@ def trace_rank(
         _fake_world(rank, settings.layout.devices),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
-        gc.freeze()  # spares the garbage collector from walking torch's million objects
-        # Torch's warnings about the program, which a training run shows instead
+        # Spares the garbage collector from walking torch's million objects
+        gc.freeze()
+        # torch's warnings about the program, which a training run shows instead
         warnings.simplefilter("ignore")
         fused = fused_products() if settings.compile else nullcontext()
         try:

@@ -30,8 +30,10 @@ from phalanx.hardware.machine_load import crowded_limit_s
 from phalanx.train.verify import server
 from phalanx.units import plural
 
-LIMIT_S = 120.0  # on idle cores; a small model takes 1 to 20 s on 2 of them with 8 ranks
-COLLECTIVE_S = 3600.0  # of one collective without `limit_s`: the caller gives up earlier
+# On idle cores; a small model takes 1 to 20 s on 2 of them with 8 ranks
+LIMIT_S = 120.0
+# Of one collective without `limit_s`: the caller gives up earlier
+COLLECTIVE_S = 3600.0
 # Seconds in which other ranks may fail too, so that the cause can be distinguished from its consequences.
 GRACE_S = 2.0
 # For a rank that has answered to release its GPU: killing it meanwhile would end a shared MPS server.

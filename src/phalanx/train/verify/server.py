@@ -11,7 +11,8 @@ from types import TracebackType
 from phalanx.elastic.rank_process import die_with
 
 CALLER = "PHALANX_RANKS_CALLER"  # the process id of the server's caller
-SERVER_PID = os.getpid()  # seen from forked ranks: their parent, unless it has ended
+# Seen from forked ranks: their parent, unless it has ended
+SERVER_PID = os.getpid()
 
 
 def _silent_when_abandoned(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

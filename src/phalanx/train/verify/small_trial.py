@@ -24,7 +24,8 @@ HIDDEN, HEAD, FFN, EXPERT_FFN, VOCAB, SEQUENCE = 32, 8, 48, 16, 64, 16
 # For narrow formats: at 1e-2, where float64 agrees too, these models train on the edge of stability, and rounding
 # of 4e-5 in the first gradient norm (bf16) became 1e-1 in the fifth; at 1e-3 it stayed below 3e-4.
 GENTLE_LR = 1e-3
-ROUNDING = ("adamw8bit",)  # optimizers that round on purpose: a last bit becomes a visible step
+# Optimizers that round on purpose: a last bit becomes a visible step
+ROUNDING = ("adamw8bit",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +97,7 @@ def make_small_trial(
         steps=steps,
         lr=1e-2 if exact else GENTLE_LR,
         device=terms.device,
-        # a large model's tensors would not fit through a pipe
+        # A large model's tensors would not fit through a pipe
         tensors=not terms.full_size,
     )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from phalanx.errors import mistake
 
 EXACT = "fp64"
-RANKS = 8  # the most on CPUs, where no axis needs more: 8 take about 20 s on 2 cores
+# The most on CPUs, where no axis needs more: 8 take about 20 s on 2 cores
+RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,7 +140,8 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     engine = Engine(trial.shape, trial.settings, trial.optim, device=device, state_dtype=trial.state_dtype)
     first = 0
     if trial.resume:
-        engine.initialise_unsaved()  # initialises what the checkpoint does not contain
+        # Initialises what the checkpoint does not contain
+        engine.initialise_unsaved()
         first = restore_newest_checkpoint(engine, Path(trial.resume)).step
     if not first:
         engine.initialise()

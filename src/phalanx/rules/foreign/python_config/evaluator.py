@@ -127,7 +127,7 @@ class PythonReader:
         source = self.package.find_module(module)
         node = source.definitions.get(name) if source is not None else None
         if isinstance(node, ast.ImportFrom) and source is not None and absolute_name(source, node) == module:
-            # a re-export in the package itself
+            # A re-export in the package itself
             return outside
         if source is not None and node is not None and len(self.here) < MOST_CALLS:
             return self.module_name(source, name)
@@ -227,7 +227,7 @@ class PythonReader:
         reason = f"depends on {ast.unparse(node.test)[:80]}"
         first_outcome, first_changes = self.journal.try_way(lambda: self.run_block(first, scope))
         second_outcome, second_changes = self.journal.try_way(lambda: self.run_block(second, scope))
-        # a branch that ends in an error is ignored
+        # A branch that ends in an error is ignored
         if first_outcome == ENDED and second_outcome != ENDED:
             self.journal.apply_changes(second_changes)
             return second_outcome

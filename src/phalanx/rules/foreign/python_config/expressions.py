@@ -298,7 +298,8 @@ def _choice(reader: PythonReader, node: ast.IfExp, scope: PythonScope | None) ->
 def value_at(owner: object, key: object) -> object:
     """Return `owner[key]`, or an unknown value."""
     if isinstance(owner, PythonReference):
-        return PythonReference(owner.name)  # a generic type, such as run.Config[Model]
+        # A generic type, such as run.Config[Model]
+        return PythonReference(owner.name)
     try:
         if isinstance(owner, dict) and is_plain(key):
             return owner[key] if key in owner else UnknownPython(f"has no key {str(key)[:40]}")

@@ -46,7 +46,8 @@ class PythonPackage:
         self._folders: list[Path] = []
         for folder in [resolved.parent, *resolved.parent.parents][:MOST_UP]:
             self._folders.append(folder)
-            if path_exists(folder / ".git"):  # folders above the repository do not belong to it
+            # Folders above the repository do not belong to it
+            if path_exists(folder / ".git"):
                 break
         self.main.name = self._name_of(resolved)
         self._files: dict[str, SourceFile | None] = {self.main.name: self.main}

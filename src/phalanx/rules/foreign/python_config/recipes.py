@@ -77,7 +77,7 @@ def _recipes_in(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
             and result.search(ast.unparse(node.returns).strip("'\""))
             and not _needs_config(node, result)
         ]
-        # a function with required arguments makes no configuration by itself
+        # A function with required arguments makes no configuration by itself
         if family != "olmo-core":
             recipe_names = [recipe_name for recipe_name in recipe_names if not _required_arguments(tree, recipe_name)]
         if family == "olmo-core" and not recipe_names and _builder_call(tree) is not None:

@@ -116,7 +116,7 @@ def run_simple(shell: Interpreter, node: SimpleCommand) -> Outcome:
             fields = expand_fields(word.text, shell)
             argv += fields
             declared += fields
-    # a prefix such as $LAUNCHER that nothing sets is dropped
+    # A prefix such as $LAUNCHER that nothing sets is dropped
     while argv and shell.unknowns.is_unset(argv[0]):
         argv = argv[1:]
     if not argv:

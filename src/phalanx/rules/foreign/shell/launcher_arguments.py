@@ -70,7 +70,7 @@ def program_of_accelerate(words: Sequence[str], start: int) -> int:
             place += 1
         elif word.startswith("-"):
             place += 1 if is_launcher_switch(word) else 2
-        # a variable that may hold any of its arguments
+        # A variable that may hold any of its arguments
         elif not is_known(word) and not word.endswith(".py"):
             place += 1
         else:

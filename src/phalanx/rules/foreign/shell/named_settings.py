@@ -12,10 +12,12 @@ from phalanx.rules.foreign.conversion import Leaf
 from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.training_command import ACCELERATE, Arguments, ScriptReading, canonical_flag
 
-LAUNCH_FILE = "accelerate_file."  # prefix of leaves of the YAML given to `accelerate launch`
+# Prefix of leaves of the YAML given to `accelerate launch`
+LAUNCH_FILE = "accelerate_file."
 # Prefix of leaves of the DeepSpeed JSON that the launcher or its YAML names
 LAUNCH_JSON = "accelerate_ds."
-FSDP_FILE = "fsdp_file."  # prefix of leaves of the JSON that the Trainer's --fsdp_config names
+# Prefix of leaves of the JSON that the Trainer's --fsdp_config names
+FSDP_FILE = "fsdp_file."
 # After one of these prefixes: a leaf with the reason why the named file could not be read
 UNREAD = "unread"
 

@@ -16,7 +16,8 @@ MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
 MOST_TEXT = 1 << 16
 MOST_CHOICES = 12
 
-Text = str | tuple[str, ...] | dict[str, str]  # a variable: text, an array, or a table
+# A variable: text, an array, or a table
+Text = str | tuple[str, ...] | dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +116,7 @@ def merged_values(
     num_shared = 0
     while num_shared < min(len(words), len(other_words)) - 0 and words[num_shared] == other_words[num_shared]:
         num_shared += 1
-    # a list of arguments that grew in one of the branches
+    # A list of arguments that grew in one of the branches
     if num_shared and "--" in first_text + second_text:
         choices = _choices(
             tuple(" ".join(words[num_shared:]).split()), tuple(" ".join(other_words[num_shared:]).split()), table

@@ -110,7 +110,8 @@ def end_of_backquote(text: str, at: int) -> int:
 
 
 def _end_of_parentheses(text: str, at: int, depth: int) -> int:
-    start, num_open, can_begin_word = at, 1, True  # a comment begins only where a word could
+    # A comment begins only where a word could
+    start, num_open, can_begin_word = at, 1, True
     while at < len(text):
         char = text[at]
         if char == "(":

@@ -36,7 +36,8 @@ _DECLARING = frozenset({"export", "declare", "typeset", "local", "readonly"})
 _END_WORDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", "in"})
 
 
-@lru_cache(maxsize=128)  # a script that starts another in a loop parses it again each time
+# A script that starts another in a loop parses it again each time
+@lru_cache(maxsize=128)
 def parse_shell(text: str, *, first_line: int = 1) -> Block:
     """Return the statements of a text; raise ShellSyntaxError with the line."""
     block, error = parse_statements(text, first_line=first_line)

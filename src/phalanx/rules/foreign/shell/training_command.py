@@ -48,7 +48,7 @@ class CommandSigns:
 
     names: frozenset[str]  # arguments of which it has at least two
     verbs: frozenset[tuple[str, str]] = frozenset()  # or a program and its verb, such as `swift sft`
-    # a command with one of these is preferred
+    # A command with one of these is preferred
     asked: frozenset[str] = frozenset({"train_iters", "train_samples", "train_tokens", "lr"})
     switches: frozenset[str] = SWITCHES  # arguments without a value
 
@@ -61,12 +61,13 @@ _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition"
 _PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
-# a leaf added here: a launcher, not Slurm, starts the ranks of a host
+# A leaf added here: a launcher, not Slurm, starts the ranks of a host
 STARTS_RANKS = "verb.starts_ranks"
 # Prefix of the arguments of `accelerate launch` itself, some of which have the same names as the program's.
 ACCELERATE = "accelerate."
 
-Arguments = dict[str, tuple[str, ...]]  # argument as written -> its values; none for a switch
+# Argument as written -> its values; none for a switch
+Arguments = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +206,8 @@ def _split_command(command: StartedCommand, unknowns: UnknownTable, signs: Comma
         for word in words[1:]:
             cause = unknowns.alone(word)
             is_partial_flag = word.startswith("--") and not is_known(word.partition("=")[0])
-            if is_partial_flag and cause is None:  # --$FORMAT: the argument is not known
+            # --$FORMAT: the argument is not known
+            if is_partial_flag and cause is None:
                 cause = unknowns.first(word)
                 open_why = open_why or (cause.why if cause is not None else "")
             elif cause is not None and cause.kind != "unset" and not _is_value(words, word, signs.switches):
@@ -293,7 +295,8 @@ def _first_ways(words: list[str], unknowns: UnknownTable) -> list[str]:
 
 def _choices_of(word: str, unknowns: UnknownTable) -> list[list[str]]:
     """Return the alternatives of a word, if they decide which arguments there are."""
-    if is_known(word):  # nearly all are, and this is called for every word of every variant
+    # Nearly all are, and this is called for every word of every variant
+    if is_known(word):
         return []
     match = MARK.search(word)
     if match is None:
