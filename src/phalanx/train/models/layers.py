@@ -156,8 +156,9 @@ class Embedding(nn.Module):
         return x_BSD if self.norm is None else self.norm(x_BSD)
 
 
-# Rotary positions (arXiv:2104.09864) with the scalings of long-context models. S sequence, N heads, H head, R = H /
-# 2 rotated pairs. Pairs are (i, i + H/2), as in Hugging Face's layout.
+# Rotary positions (arXiv:2104.09864) with the scalings of long-context models.
+#
+# S sequence, N heads, H head, R = H / 2 rotated pairs. Pairs are (i, i + H/2), as in Hugging Face's layout.
 
 
 # YaRN's band of rotations within the original length, arXiv:2309.00071 section 3.2 ("alpha = 1, beta = 32").

@@ -11,12 +11,12 @@ import numpy as np
 from phalanx.train.verify.trial import Array, TrialOutcome
 from phalanx.units import plural
 
-# Rounding differences between two right layouts, relative to the value. Each is derived, not fitted: bf16 and fp16
-# have 8 and 11 bits, so one rounding is off by up to 2^-8 and 2^-11; sums run in fp32 and add nothing. fp32 sums
-# run in fp32 too: a sum of n terms is off by about sqrt(n) roundings of 2^-24, and n is up to 2^12 here. fp8 (e4m3)
-# has 4 bits. Both sides round the same numbers to it, except for what bf16 had rounded apart before: of two
-# neighbours 2^-8 apart a share of 2^-8 / 2^-3 falls on different sides of a boundary, and is then 2^-3 apart, in
-# the root of the mean square sqrt(2^-8 x 2^-3) = 2^-5.5.
+# Rounding differences between two right layouts, relative to the value. Each is derived, not fitted:
+# - bf16 and fp16 have 8 and 11 bits, so one rounding is off by up to 2^-8 and 2^-11; sums run in fp32 and add nothing.
+# - fp32 sums run in fp32 too: a sum of n terms is off by about sqrt(n) roundings of 2^-24, and n is up to 2^12 here.
+# - fp8 (e4m3) has 4 bits. Both sides round the same numbers to it, except for what bf16 had rounded apart before: of
+#   two neighbours 2^-8 apart a share of 2^-8 / 2^-3 falls on different sides of a boundary, and is then 2^-3 apart, in
+#   the root of the mean square sqrt(2^-8 x 2^-3) = 2^-5.5.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-18, "fp8": 2.0**-5.5}
 # Roundings that one number undergoes in forward and backward of a few layers, in the root of the mean square: about
 # 2^8 (30 per layer and direction) that add up like a random walk.

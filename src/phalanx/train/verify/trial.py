@@ -134,7 +134,8 @@ def make_batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple
 def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     """Run one rank of a trial inside a process group."""
     began_s = time.perf_counter()
-    # FSDP2 warns of views that might be changed in place, such as the embedding's output under tensor parallelism.
+    # FSDP2 warns of views even if no code changes them in place, such as the embedding's output under tensor
+    # parallelism.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     device = torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=device, state_dtype=trial.state_dtype)
