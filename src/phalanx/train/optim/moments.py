@@ -152,9 +152,9 @@ def readable_moment(form: MomentFormat, kept: Kept, like: torch.Tensor) -> torch
 
 # Stochastic rounding with random numbers that depend only on the step and the element's position in the full tensor.
 #
-# A moment that changes by a few percent per step would never change if it were rounded to the nearest of values
-# that are further apart; rounded up with the right probability, it is right on average. The noise is a hash, not a generator:
-# there is no state to save, and every layout gets the same numbers for the same element.
+# A moment that changes by a few percent per step would never change if it were rounded to the nearest of values that
+# are further apart; rounded up with the right probability, it is right on average. The noise is a hash, not a
+# generator: there is no state to save, and every layout gets the same numbers for the same element.
 
 
 # Values of a 16-bit random number: bf16 drops 16 bits of an fp32 value

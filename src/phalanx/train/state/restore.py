@@ -120,36 +120,36 @@ def find_restore_route(
     missing.
     """
     source = open_source(where)
-    targets = [
-        _WantedShard(target=target, region=region_of(target), missing=target.tensor.numel()) for target in shards
+    wanted_shards = [
+        _WantedShard(target=shard, region=region_of(shard), missing=shard.tensor.numel()) for shard in shards
     ]
-    indexes = _read_indexes(source, targets, rank, world)
-    _refuse_other_model(source.where, targets, indexes, cast)
+    indexes = _read_indexes(source, wanted_shards, rank, world)
+    _refuse_other_model(source.where, wanted_shards, indexes, cast)
     copies: dict[int, list[ShardCopy]] = {}
-    for target in targets:
-        check_coverage(target.target.name, target.region, target.parts)
-        for stored, part in target.parts:
-            copies.setdefault(stored.rank, []).append(ShardCopy(stored=stored, part=part, target=target.target))
+    for shard in wanted_shards:
+        check_coverage(shard.target.name, shard.region, shard.parts)
+        for stored, part in shard.parts:
+            copies.setdefault(stored.rank, []).append(ShardCopy(stored=stored, part=part, target=shard.target))
     return RestoreRoute(source=source, copies=copies, num_indexes_read=len(indexes))
 
 
 def _read_indexes(source: StateSource, wanted: Sequence[_WantedShard], rank: int, world: int) -> dict[int, RankIndex]:
     by_name: dict[str, list[_WantedShard]] = {}
-    for target in wanted:
-        by_name.setdefault(target.target.name, []).append(target)
+    for shard in wanted:
+        by_name.setdefault(shard.target.name, []).append(shard)
     writers = [writer for writer in range(source.world) if source.count(writer)]
     indexes: dict[int, RankIndex] = {}
-    missing = sum(target.missing for target in wanted)
+    missing = sum(shard.missing for shard in wanted)
     if not writers or not missing:
         return indexes
     order = search_writers(rank, world, writers=writers, copies=len(writers) < source.world)
     writer: int | None = next(order)
-    while writer is not None and any(target.missing > 0 for target in wanted):
+    while writer is not None and any(shard.missing > 0 for shard in wanted):
         indexes[writer] = source.index(writer)
         for stored in indexes[writer].shards:
-            for target in by_name.get(stored.name, ()):
-                target.offer(source.where, stored)
-        previously_missing, missing = missing, sum(target.missing for target in wanted)
+            for shard in by_name.get(stored.name, ()):
+                shard.offer(source.where, stored)
+        previously_missing, missing = missing, sum(shard.missing for shard in wanted)
         try:
             writer = order.send(previously_missing - missing)
         except StopIteration:
@@ -159,13 +159,13 @@ def _read_indexes(source: StateSource, wanted: Sequence[_WantedShard], rank: int
 
 def _refuse_other_model(where: str, wanted: Sequence[_WantedShard], indexes: dict[int, RankIndex], cast: bool) -> None:
     problems = []
-    for target in wanted:
-        if target.first is None:
+    for shard in wanted:
+        if shard.first is None:
             names = {stored.name for index in indexes.values() for stored in index.shards}
-            suggestion = nearest(target.target.name, names)
+            suggestion = nearest(shard.target.name, names)
             reason = f"it holds {suggestion}" if suggestion else f"it holds {len(names)} tensors of other names"
-            problems.append(Problem(where=where, what=f"holds no {target.target.name}", why=reason))
-        elif problem := _shard_mismatch(where, target.first, target.target, cast):
+            problems.append(Problem(where=where, what=f"holds no {shard.target.name}", why=reason))
+        elif problem := _shard_mismatch(where, shard.first, shard.target, cast):
             problems.append(problem)
     if problems:
         raise UserError(problems)
