@@ -47,7 +47,7 @@ MEGATRON_VERB = "verb.megatron"
 def partial_training(config: Conversion, trainer: str) -> str:
     """Return the setting that restricts training to an adapter or a part of the model.
 
-    Empty if all weights are trained.
+    Returns an empty string if all weights are trained.
 
     A default counts: LLaMA-Factory and `swift sft` train LoRA by default.
     """
@@ -68,7 +68,7 @@ def partial_training(config: Conversion, trainer: str) -> str:
 def changed_steps(config: Conversion, trainer: str) -> str:
     """Return a fork's argument, or a variable of other devices, that changes how a step is computed.
 
-    Empty if there is none.
+    Returns an empty string if there is none.
     """
     if trainer != "megatron":
         return ""

@@ -245,9 +245,8 @@ def count_visits(choice: Tensor, experts: int, times: Tensor | None = None) -> T
 class _WithLoss(torch.autograd.Function):
     """Passes activations unchanged.
 
-    In backward each sequence's auxiliary loss gets `scale` as its gradient, if it counts.
-
-    Only the first forward's `real_B` is used: when a block is recomputed, the module holds another micro-batch's.
+    In backward each sequence's auxiliary loss gets `scale` as its gradient, if it counts. Only the first forward's
+    `real_B` is used: when a block is recomputed, the module holds another micro-batch's.
     """
 
     @staticmethod

@@ -113,10 +113,8 @@ Work = Callable[[torch.Tensor], torch.Tensor]
 def spread_work(boxes: Sequence[torch.Tensor], undo: Sequence[GroupSplit], work: Work) -> list[torch.Tensor]:
     """Apply `work`, which keeps the shape, to full tensors that were all split alike.
 
-    Return this rank's part of each result.
-
-    Tensor i goes to rank i modulo the ranks of the last split, all of them in one message, and so on outwards. Every
-    rank of the groups must call this with the same number of parts.
+    Returns this rank's part of each result. Tensor i goes to rank i modulo the ranks of the last split, all of them
+    in one message, and so on outwards. Every rank of the groups must call this with the same number of parts.
     """
     if not undo or not boxes:
         return [work(box) for box in boxes]

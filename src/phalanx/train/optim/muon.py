@@ -32,9 +32,8 @@ OWN = "network."  # prefix of the names of a user's own network
 def takes_muon(shard: TensorShard, tables: Collection[str] = ()) -> bool:
     """Return whether Muon updates this parameter.
 
-    A three-dimensional one of the decoder is a batch of matrices (experts).
-
-    In a user's own network, `tables` are its embeddings and head, and three dimensions may be a convolution's.
+    A three-dimensional one of the decoder is a batch of matrices (experts). In a user's own network, `tables` are its
+    embeddings and head, and three dimensions may be a convolution's.
     """
     if shard.name.startswith(OWN):
         return len(shard.shape) == 2 and shard.name not in tables

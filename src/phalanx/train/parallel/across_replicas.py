@@ -75,7 +75,7 @@ class AcrossReplicas:
     def sum(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Sum each tensor over the replicas, in place.
 
-        Return False if that failed, and the values are then undefined.
+        Returns False if that failed, and the values are then undefined.
         """
         if self._is_broken:
             return False

@@ -131,7 +131,7 @@ class LeanStage(PipelineStage):
 def _take_buffers(known: dict[int, tuple[Any, ...]], count: int) -> list[_Form | None]:
     """Describe micro-batch 0's buffers, drop them, and give every micro-batch its own receive info.
 
-    Return the forms.
+    Returns the form of each buffer, or None for an info without a buffer.
     """
     first = known[0]
     # The first stage's tokens have no buffer (torch 2.11: no such field)

@@ -50,7 +50,7 @@ def damaged_checkpoint(
 def encode_json(value: Any) -> bytes:
     """Return the one encoding of a value: sorted keys, a line per entry, ASCII.
 
-    Raise ValueError for NaN and infinity.
+    Raises ValueError for NaN and infinity.
     """
     try:
         return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
@@ -119,7 +119,7 @@ class CheckpointManifest:
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """Return the text of a manifest, which includes a digest of its other fields.
 
-    Raise ValueError for meta that is not JSON.
+    Raises ValueError for meta that is not JSON.
     """
     body = {
         "format": FORMAT,

@@ -263,7 +263,7 @@ def _written_s(entry: dict[str, Any]) -> float:
 def _list_prefix(store: Any, location: Url) -> dict[str, str]:
     """Return the names directly under a prefix, each with "file" or "directory".
 
-    Nothing if the prefix does not exist.
+    Returns nothing if the prefix does not exist.
     """
     try:
         with as_os_errors():

@@ -264,7 +264,7 @@ class SnapshotReader:
     def _first_copy(self, what: str, read: Callable[[SnapshotCopy], T]) -> T:
         """Apply `read` to the copies in turn, and return the result of the first intact one.
 
-        Raise DamagedCheckpoint.
+        Raises DamagedCheckpoint.
         """
         reasons = []
         for place in self._places:

@@ -175,10 +175,9 @@ def meet_peers(
 ) -> tuple[PeerRendezvous | None, Sharers]:
     """Exchange addresses and a secret among ranks started without an agent.
 
-    Return the rendezvous and the host's sharers.
-
-    Every rank calls this, and listens on its address on the route to MASTER_ADDR. Rank 0's secret is sent
-    unprotected, as every collective is. If the exchange fails, returns no rendezvous.
+    Returns the rendezvous and the host's sharers. Every rank calls this, and listens on its address on the route to
+    MASTER_ADDR. Rank 0's secret is sent unprotected, as every collective is. If the exchange fails, returns no
+    rendezvous.
     """
     master = environ.get("MASTER_ADDR", "127.0.0.1")
     card = card_of(device, address=_address_towards(master), secret=secrets.token_bytes(SECRET_BYTES))

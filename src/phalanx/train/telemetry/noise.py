@@ -128,7 +128,7 @@ class Noise:
 def estimate_noise(*, local: float, total: float, chunks: float, samples: float) -> Noise | None:
     """Estimate the noise from a (`local`) and A (`total`) of this module's docstring.
 
-    None if there are fewer than 2 chunks.
+    Returns None if there are fewer than 2 chunks.
 
     >>> estimate_noise(local=5.0, total=2.0, chunks=4, samples=8)
     Noise(trace=8.0, squared=1.0)

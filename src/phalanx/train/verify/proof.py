@@ -77,7 +77,7 @@ def prove_layout(
 ) -> LayoutProof:
     """Run the layout and one process, and compare.
 
-    Raise UserError for untrainable jobs, SystemFailure if a process fails.
+    Raises UserError for untrainable jobs, SystemFailure if a process fails.
 
     Args:
         job: The job.
