@@ -112,8 +112,8 @@ def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Copy a saved tensor to host memory with its strides, which compiled backward code relies on.
 
-    Returns a function that loads it. Weights and small tensors stay. torch's own `save_on_cpu` loses the strides, moves weights
-    as well, and cannot handle DTensors.
+    Returns a function that loads it. Weights and small tensors stay on the device. torch's own `save_on_cpu` loses
+    the strides, moves weights as well, and cannot handle DTensors.
     """
     if isinstance(saved, DTensor):
         back, mesh, placements = _to_host(saved._local_tensor), saved.device_mesh, saved.placements
