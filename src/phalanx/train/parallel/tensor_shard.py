@@ -145,7 +145,7 @@ def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
         if placement.is_replicate() or mesh.size(position) == 1:
             continue
         index = int(mesh.get_local_rank(position))
-        dim: int = placement.dim  # neither replicated nor partial: a shard
+        dim: int = placement.dim  # type: ignore[attr-defined]  # neither replicated nor partial: a shard
         splits.append(RegionSplit(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
     return splits
 
