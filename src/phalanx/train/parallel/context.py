@@ -291,9 +291,8 @@ def _seen_slices(rank: int, distance: int, length: int) -> tuple[slice, slice]:
 class RingAttention(torch.autograd.Function):
     """Attention that passes keys and values round the ring while it computes.
 
-    In backward gradients follow one hop later.
-
-    A hop carries one rank's keys and values: C-1 hops forward, C-1 backward, C-1 of gradients.
+    A hop carries one rank's keys and values: C-1 hops forward, C-1 backward, C-1 of gradients. In the backward pass
+    the gradients follow one hop later.
     """
 
     @staticmethod
