@@ -1,1 +1,1 @@
-"""Configurations of other trainers, read into the job schema."""
+"""Readers of other trainers' configurations, which convert them to the job schema."""

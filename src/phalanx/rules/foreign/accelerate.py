@@ -1,14 +1,16 @@
 """Accelerate's YAML: FSDP 1 and 2, the DeepSpeed plugin, Megatron-LM's, and ND parallelism.
 
-Keys: docs/source/usage_guides/{fsdp,deepspeed,megatron_lm}.md, utils/dataclasses.py, examples/torch_native_parallelism.
-Model and batch are the training script's, not the file's: --set model.preset=… and --set batch.… add them.
+Keys: docs/source/usage_guides/{fsdp,deepspeed,megatron_lm}.md, utils/dataclasses.py,
+examples/torch_native_parallelism. The training script, not the file, sets model and batch: --set model.preset=… and
+--set batch.… add them.
 """
 
 from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import Conversion
 
-TIMEOUT_S = 600  # torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
+# torch's default for NCCL, pytorch/pytorch#110947; DeepSpeed has its own
+TIMEOUT_S = 600
 
 IRRELEVANT = {
     "compute_environment": "where the launcher runs",
@@ -49,7 +51,7 @@ UNMAPPED = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate an Accelerate configuration into job settings."""
     config.set_value("parallel.mode", "fixed", note="Accelerate searches nothing")
     kind = config.read_word("distributed_type") or "no"
     config.mark_used("distributed_type", by="parallel.zero")
@@ -72,6 +74,7 @@ def translate_config(config: Conversion) -> None:
     backend = config.read_word("dynamo_backend")
     if backend:
         config.set_value("train.compile", backend not in ("no", "none"), "dynamo_backend")
+    # DeepSpeed has its own default (DEEPSPEED_TIMEOUT), all others use torch's.
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
     note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
     config.assume_default("comm.init_timeout_s", limit, note)
@@ -98,15 +101,16 @@ def _read_precision(config: Conversion, kind: str) -> None:
         "precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision"
     )
     # FSDP's policy casts parameters and reductions alike (utils/dataclasses.py); DDP keeps fp32 gradients.
-    short = kind in ("fsdp", "deepspeed") and compute != "fp32"
-    note = f"its {kind.upper()} plugin reduces in the format it computes in" if short else ""
-    if short and compute == "fp16":
+    is_16_bit = kind in ("fsdp", "deepspeed") and compute != "fp32"
+    note = f"its {kind.upper()} plugin reduces in the format it computes in" if is_16_bit else ""
+    if is_16_bit and compute == "fp16":
         config.practice["sums_in"] = "fp16"
         note += ": the nearest word to fp16 is bf16"
     config.set_value(
-        "precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}"
+        "precision.grad_reduce", "bf16" if is_16_bit else "fp32", note=note and f"default of Accelerate: {note}"
     )
-    if kind in ("deepspeed", "megatron_lm"):  # with FSDP and DDP the training script decides how weights are loaded
+    # With FSDP and DDP the training script decides how weights are loaded
+    if kind in ("deepspeed", "megatron_lm"):
         config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
         config.assume_default(
             "precision.optimizer_state", "fp32", "moments in the format of the weights that are updated"
@@ -118,9 +122,9 @@ HYBRID = {"hybrid_shard": 3, "4": 3, "hybrid_shard_zero2": 2, "5": 2}
 
 
 def _read_fsdp(config: Conversion) -> None:
-    strategy, again = config.read_word("fsdp_sharding_strategy"), config.read_word("fsdp_reshard_after_forward")
+    strategy, reshard = config.read_word("fsdp_sharding_strategy"), config.read_word("fsdp_reshard_after_forward")
     names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-    word = strategy if strategy else again
+    word = strategy if strategy else reshard
     if word in HYBRID:
         config.set_value("parallel.zero", HYBRID[word], *names)
         if config.machines[1]:
@@ -128,7 +132,7 @@ def _read_fsdp(config: Conversion) -> None:
     elif word in STRATEGIES:
         config.set_value("parallel.zero", STRATEGIES[word], *names)
     else:
-        config.set_value("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
+        config.set_value("parallel.zero", 2 if reshard in ("false", "no") else 3, *names, note="FSDP")
     config.mark_used("fsdp_version", by="parallel.zero")
     if config.read_flag("fsdp_offload_params"):
         config.set_value("parallel.offload", "parameters", "fsdp_offload_params")
@@ -140,15 +144,16 @@ def _read_fsdp(config: Conversion) -> None:
     if sharded:
         config.practice["checkpoint_format"] = "dcp"
         config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
-    else:  # no line may be named for it: that such files are pickles is the trainer's habit
+    # No line may be cited for it: the trainer, not this key, makes such files pickles
+    else:
         config.skip_leaf("fsdp_state_dict_type", "a torch file, loaded with weights_only: what Accelerate always does")
 
 
 def _read_deepspeed(config: Conversion) -> None:
     config.set_value("parallel.zero", config.read_whole("zero_stage") or 0, "zero_stage")
-    for key, ours in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
+    for key, offloaded in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
         if config.read_word(key) in ("cpu", "nvme"):
-            config.set_value("parallel.offload", ours, key)
+            config.set_value("parallel.offload", offloaded, key)
         else:
             config.mark_used(key, by="parallel.offload")
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
@@ -166,9 +171,9 @@ def _read_deepspeed(config: Conversion) -> None:
 
 def _read_megatron(config: Conversion) -> None:
     m = "megatron_lm_"
-    for key, ours in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
+    for key, axis in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
         if (degree := config.read_whole(f"{m}{key}")) is not None and degree > 0:
-            config.set_value(f"parallel.{ours}", degree, f"{m}{key}")
+            config.set_value(f"parallel.{axis}", degree, f"{m}{key}")
     if (split := config.read_flag(f"{m}sequence_parallelism")) is not None:
         config.set_value("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
     config.set_value(
@@ -183,16 +188,18 @@ def _read_megatron(config: Conversion) -> None:
 
 
 def _read_dimensions(config: Conversion) -> None:
-    """ND parallelism: replicate × shard × tensor × context."""
+    """Read ND parallelism: replicate × shard × tensor × context."""
     p = "parallelism_config_"
-    for key, ours in (("tp_size", "tensor"), ("cp_size", "context")):
+    for key, axis in (("tp_size", "tensor"), ("cp_size", "context")):
         if (degree := config.read_whole(f"{p}{key}")) is not None and degree > 0:
-            config.set_value(f"parallel.{ours}", degree, f"{p}{key}")
-    copies, parts = config.read_whole(f"{p}dp_replicate_size"), config.read_whole(f"{p}dp_shard_size")
-    if parts or copies:
+            config.set_value(f"parallel.{axis}", degree, f"{p}{key}")
+    copies, shard_size = config.read_whole(f"{p}dp_replicate_size"), config.read_whole(f"{p}dp_shard_size")
+    if shard_size or copies:
         names = (f"{p}dp_shard_size", f"{p}dp_replicate_size")
-        config.set_value("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
-        config.set_value("parallel.shard", max(1, parts or 1), names[0])
+        config.set_value(
+            "parallel.data", max(1, copies or 1) * max(1, shard_size or 1), *names, note="replicate × shard"
+        )
+        config.set_value("parallel.shard", max(1, shard_size or 1), names[0])
     kinds = {"allgather": "allgather", "alltoall": "ring"}
     if config.int_of("parallel.context") > 1:
         kind = kinds.get(config.read_word(f"{p}cp_comm_strategy"), "allgather")

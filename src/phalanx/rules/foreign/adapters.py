@@ -1,4 +1,4 @@
-"""Whether a configuration trains all weights of its model: a plan is of all of them, and says nothing of adapters."""
+"""Detection of configurations that train only adapters or parts of a model, to which a plan does not apply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.rules.foreign.mcore import TOWERS
 from phalanx.rules.foreign.megatron import canonical_key
 
 OFF = ("", "none", "null", "false", "0", "no", "off", "full")
-# Switches of programs around Hugging Face's Trainer (LLaVA, FastChat, TRL, Qwen and their like).
+# Switches of programs around Hugging Face's Trainer (LLaVA, FastChat, TRL, Qwen and similar ones).
 SWITCHES = (
     "lora_enable",
     "use_lora",
@@ -22,47 +22,54 @@ SWITCHES = (
     "q_lora",
     "tune_mm_mlp_adapter",
 )
-# Programs around Hugging Face's Trainer that put pictures before a language model, of which a plan would be.
+# Settings of programs around Hugging Face's Trainer that add an image encoder to the language model that is
+# planned.
 PICTURES = ("vision_tower", "mm_projector_type", "pretrain_mm_mlp_adapter", "tune_mm_mlp_adapter")
-# LLaMA-Factory's ways of training that keep other states than Adam's, or leave layers out of a step.
+# LLaMA-Factory's training methods that keep other optimizer states than Adam's, or skip layers in a step.
 OTHER_WAYS = ("use_badam", "use_galore", "use_apollo", "mixture_of_depths", "use_llama_pro")
-# Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
+# Words in arguments of forks of Megatron that change how a step is computed, so that no plan applies.
 CHANGES_STEPS = re.compile(
     r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
     r"|freeze|lora|peft|async|experts?$|^moe_model|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
 )
-# Variables of other makers' devices, whose Megatron computes and stores otherwise: Ascend, Gaudi, Moore Threads.
+# Variables of other vendors' devices, whose Megatron computes and stores differently: Ascend, Gaudi, Moore Threads.
 OTHER_DEVICES = re.compile(r"env\.(HCCL_|ASCEND_|PYTORCH_NPU_|HABANA_|PT_HPU_|MUSA_|MCCL_)")
-# Arguments of Megatron's that have such a word and change no step.
+# Megatron's own arguments that contain such a word and change no step.
 CHANGES_NONE = re.compile(
     r"lr_scheduler|opt_param_scheduler|pipeline_model_parallel|virtual_pipeline|pipeline_rank|pipeline_parallel$"
     r"|pipeline_manual_split|pp_partition|async_tensor_model_parallel|async_save|async_strategy|data_|dataset|tokeniz|log_"
     r"|deepspeed_config|prompt|energon"
 )
-MEGATRON_VERB = "verb.megatron"  # as trainer_scripts marks ms-swift's `megatron` commands
+# Set by trainer_scripts for ms-swift's `megatron` commands
+MEGATRON_VERB = "verb.megatron"
 
 
 def partial_training(config: Conversion, trainer: str) -> str:
-    """Which setting makes it train an adapter, or a part of the model; empty where all weights are trained.
+    """Return the setting that restricts training to an adapter or a part of the model.
 
-    A default counts: LLaMA-Factory and `swift sft` train LoRA unless told otherwise.
+    Returns an empty string if all weights are trained.
+
+    A default counts: LLaMA-Factory and `swift sft` train LoRA by default.
     """
-    said = {canonical_key(key): leaf for key, leaf in config.leaves.items()}
-    found = {
-        "axolotl": _by_keys(said, "adapter", default=""),
-        "llama-factory": _by_keys(said, "finetuning_type", default="lora") or next(_by_words(said, OTHER_WAYS), ""),
+    leaves = {canonical_key(key): leaf for key, leaf in config.leaves.items()}
+    by_trainer = {
+        "axolotl": _by_keys(leaves, "adapter", default=""),
+        "llama-factory": _by_keys(leaves, "finetuning_type", default="lora") or next(_by_words(leaves, OTHER_WAYS), ""),
         "ms-swift": _by_keys(
-            said, "tuner_type", "train_type", "sft_type", default="" if MEGATRON_VERB in said else "lora"
+            leaves, "tuner_type", "train_type", "sft_type", default="" if MEGATRON_VERB in leaves else "lora"
         ),
-        "transformers": next(iter((*_by_switches(said), *_by_words(said, PICTURES))), ""),
-        "nemo": next(_by_section(said), ""),
-        "megatron": next((said[name].key for name in TOWERS if name in said), ""),
+        "transformers": next(iter((*_by_switches(leaves), *_by_words(leaves, PICTURES))), ""),
+        "nemo": next(_by_section(leaves), ""),
+        "megatron": next((leaves[name].key for name in TOWERS if name in leaves), ""),
     }
-    return found.get(trainer, "")
+    return by_trainer.get(trainer, "")
 
 
 def changed_steps(config: Conversion, trainer: str) -> str:
-    """An argument of a fork's own, or a variable of other devices, that changes how a step is computed; or nothing."""
+    """Return a fork's argument, or a variable of other devices, that changes how a step is computed.
+
+    Returns an empty string if there is none.
+    """
     if trainer != "megatron":
         return ""
     devices = next((key for key in config.leaves if OTHER_DEVICES.match(key)), "")
@@ -70,12 +77,15 @@ def changed_steps(config: Conversion, trainer: str) -> str:
         return devices
     experts = config.find_leaf("num_experts") if config.read_flag("deepspeed") else None
     if experts is not None and (experts.unknown or (config.read_whole("num_experts") or 0) > 1):
-        return experts.key  # DeepSpeed's experts: in every second layer, and split in a way of their own
-    own = (key for key, one in config.settled.items() if one.text == NO_WORD and key.startswith("--"))
-    found = (
-        key for key in own if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
+        # DeepSpeed's experts: in every second layer, and split differently
+        return experts.key
+    unmapped_keys = (key for key, settled in config.settled.items() if settled.text == NO_WORD and key.startswith("--"))
+    changing_keys = (
+        key
+        for key in unmapped_keys
+        if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
     )
-    return next((key for key in found if config.leaves[key].value is not False), "")
+    return next((key for key in changing_keys if config.leaves[key].value is not False), "")
 
 
 def _by_keys(said: Mapping[str, Leaf], *names: str, default: str) -> str:
@@ -98,12 +108,13 @@ def _by_switches(said: Mapping[str, Leaf]) -> Iterator[str]:
     for leaf in switches:
         if leaf.value is True or str(leaf.value).strip().lower() not in OFF:
             yield leaf.key
-    if not switches:  # a program that always trains one takes its rank without a switch
+    # A program that always trains adapters takes their rank without a switch
+    if not switches:
         yield from (leaf.key for name, leaf in said.items() if name.startswith("lora_"))
 
 
 def _by_section(said: Mapping[str, Leaf]) -> Iterator[str]:
-    """`model.peft.peft_scheme` of NeMo 1, `peft` of Megatron-Bridge and NeMo 2."""
+    """Yield settings that choose adapters: `model.peft.peft_scheme` of NeMo 1, `peft` of Megatron-Bridge and NeMo 2."""
     sections = ("peft.", "model.peft.peft_scheme", "model.peft._target_")
-    named = [leaf for name, leaf in said.items() if name == "peft" or name.startswith(sections)]
-    yield from (one.key for one in named if one.value is not None and str(one.value).strip().lower() not in OFF)
+    leaves = [leaf for name, leaf in said.items() if name == "peft" or name.startswith(sections)]
+    yield from (leaf.key for leaf in leaves if leaf.value is not None and str(leaf.value).strip().lower() not in OFF)

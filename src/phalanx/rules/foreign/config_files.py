@@ -1,4 +1,4 @@
-"""Configuration files of other trainers as leaves with lines: TOML, JSON and YAML."""
+"""Configuration files of other trainers as leaves with line numbers: TOML, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from phalanx.units import KIB
 
 NOUN = "configuration"
 MOST_TWICE = 50  # keys given twice
-MOST_YAML_BYTES = 256 * KIB  # the parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
+# The parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
+MOST_YAML_BYTES = 256 * KIB
 
 Steps = tuple[str | int, ...]
 
 
 def read_tree(path: Path) -> dict[str, Leaf]:
-    """The leaves of a file, by its ending; raises UserError for what is not a small file of its kind."""
+    """Read the leaves of a file by its ending; raise UserError if it is too large or invalid."""
     if path.suffix == ".toml":
         source = read_toml(path, noun="job file")
         return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
@@ -34,12 +35,12 @@ def read_tree(path: Path) -> dict[str, Leaf]:
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
 
-# A string without an end reaches to the end of the text, once: it is not looked for again behind each escaped quote.
+# A string without an end reaches to the end of the text in one match, which keeps the scan linear.
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
 def json_leaves(text: str, path: Path) -> dict[str, Leaf]:
-    """The leaves of a JSON text; `path` is where it came from."""
+    """Return the leaves of a JSON text; `path` is its source."""
     lines = json_lines(text, file=str(path))
     try:
         table = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
@@ -53,7 +54,7 @@ def json_leaves(text: str, path: Path) -> dict[str, Leaf]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed refuses a key given twice (runtime/config_utils.py), and so do we."""
+    """Build a table; raise ValueError for a key given twice, as DeepSpeed does (runtime/config_utils.py)."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
@@ -67,13 +68,13 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def json_lines(text: str, *, file: str) -> dict[Steps, int]:
-    """The line of every key and element; judges nothing but depth, the parser does the rest.
+    """Return the line of every key and element; checks only the depth, as the parser does the rest.
 
     >>> json_lines('{"a":\\n  {"b": [1,\\n 2]}}', file="x")[("a", "b")]
     2
     """
     lines: dict[Steps, int] = {}
-    stack: list[str | int] = []  # the key or index we are at, one per open bracket
+    stack: list[str | int] = []  # the current key or index, one per open bracket
     key, line, end = "", 1, 0
     for match in _TOKEN.finditer(text):
         line += text.count("\n", end, match.start())
@@ -84,6 +85,7 @@ def json_lines(text: str, *, file: str) -> dict[Steps, int]:
             if len(stack) > MOST_DEPTH:
                 raise mistake(f"{file}:{line}", f"nests deeper than {MOST_DEPTH} levels")
         elif token in "}]":
+            # No pop: a surplus bracket is left to the parser to report.
             stack = stack[:-1]
         elif token == "," and stack and isinstance(top := stack[-1], int):
             stack[-1] = top + 1
@@ -122,8 +124,8 @@ def _read_yaml(path: Path) -> dict[str, Leaf]:
 
 
 def yaml_leaves(text: str, path: Path) -> dict[str, Leaf]:
-    """The leaves of a YAML text; `path` is where it came from."""
-    import yaml  # 30 ms: only for those who have one
+    """Return the leaves of a YAML text; `path` is its source."""
+    import yaml  # imported here because it takes 30 ms
 
     if len(text.encode()) > MOST_YAML_BYTES:
         raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
@@ -133,22 +135,22 @@ def yaml_leaves(text: str, path: Path) -> dict[str, Leaf]:
         table = _build_data(yaml.parse(text, Loader=yaml.SafeLoader), lines, earlier, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        what = str(getattr(error, "problem", None) or "cannot be parsed")
-        raise mistake(where, f"is not YAML: {what[:120]}") from error
+        location = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = str(getattr(error, "problem", None) or "cannot be parsed")
+        raise mistake(location, f"is not YAML: {problem[:120]}") from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
     leaves = leaves_of(table, file=str(path), line=lambda steps: _nearest_line(lines, steps))
     for steps, (line, value) in earlier.items():
-        key = ".".join(str(one) for one in steps)
-        found = next((name for name in leaves if name == key or name.startswith(f"{key}.")), None)
-        if found is not None and leaves[found].value != value:
-            leaves[found] = replace(leaves[found], earlier=line, twice=key)
+        key = ".".join(str(step) for step in steps)
+        leaf_name = next((name for name in leaves if name == key or name.startswith(f"{key}.")), None)
+        if leaf_name is not None and leaves[leaf_name].value != value:
+            leaves[leaf_name] = replace(leaves[leaf_name], earlier=line, twice=key)
     return leaves
 
 
 def _nearest_line(lines: Mapping[Steps, int], steps: Steps) -> int:
-    """The line of a path, or of what is around it: below an alias nothing has a line of its own."""
+    """Return the line of a path, or of its nearest parent: values below an alias have no own line."""
     while steps and steps not in lines:
         steps = steps[:-1]
     return lines.get(steps, 0)
@@ -157,9 +159,9 @@ def _nearest_line(lines: Mapping[Steps, int], steps: Steps) -> int:
 def _build_data(
     events: Iterable[Any], lines: dict[Steps, int], earlier: dict[Steps, tuple[int, object]], path: Path
 ) -> object:
-    """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing.
+    """Build plain data from the parser's events, without recursion; an alias shares what its anchor built.
 
-    Of a key given twice the last one holds, as for PyYAML; `earlier` has line and value of the one that does not.
+    Of a key given twice the last value holds, as in PyYAML; `earlier` gets line and value of the first.
     """
     frames: list[_Frame] = []
     anchors: dict[str, object] = {}
@@ -170,21 +172,21 @@ def _build_data(
             frames.pop()
         if kind not in ("ScalarEvent", "AliasEvent", "MappingStartEvent", "SequenceStartEvent"):
             continue
-        top = frames[-1] if frames else None
-        if top is not None and isinstance(top.inner, dict) and top.key is None:
+        frame = frames[-1] if frames else None
+        if frame is not None and isinstance(frame.inner, dict) and frame.key is None:
             if type(event).__name__ != "ScalarEvent":
                 raise mistake(f"{path}:{line}", "uses a list or a mapping as a key")
-            top.key = str(event.value)
-            if top.key in top.inner:
-                repeated = top.next_steps()
-                earlier[repeated] = lines.get(repeated, line), top.inner[top.key]
+            frame.key = str(event.value)
+            if frame.key in frame.inner:
+                repeated = frame.next_steps()
+                earlier[repeated] = lines.get(repeated, line), frame.inner[frame.key]
                 if len(earlier) > MOST_TWICE:
-                    raise mistake(f"{path}:{line}", f"key {value_text(top.key)} is given twice, as many others are")
+                    raise mistake(f"{path}:{line}", f"key {value_text(frame.key)} is given twice, as many others are")
             continue
-        steps = top.next_steps() if top is not None else ()
+        steps = frame.next_steps() if frame is not None else ()
         lines[steps] = line
         value = _event_value(event, kind, anchors, frames, f"{path}:{line}")
-        top.take(value) if top is not None else roots.append(value)
+        frame.take(value) if frame is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":
             frames.append(_Frame(inner=value, steps=steps))
             if len(frames) > MOST_DEPTH:
@@ -210,7 +212,7 @@ _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]{1,4})?")
 
 
 def _yaml_scalar(event: Any) -> object:
-    """Null, true, a number or text. Tags such as !!python/object say nothing to us: no object is built."""
+    """Return null, a boolean, a number or text. Tags such as !!python/object are ignored: no object is built."""
     text = str(event.value)
     if event.style in ("'", '"', "|", ">"):
         return text

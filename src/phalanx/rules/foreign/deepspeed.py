@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON. It says how a model is trained, never which one: --set model.preset=… adds that.
+"""DeepSpeed's JSON. It configures training but not the model, which --set model.preset=… adds.
 
-Keys and defaults: deepspeed/runtime/constants.py, runtime/zero/config.py, docs/_pages/config-json.md. "auto" is filled
-in by Hugging Face's Trainer from its own arguments.
+Keys and defaults: deepspeed/runtime/constants.py, runtime/zero/config.py, docs/_pages/config-json.md. "auto" is
+filled in by Hugging Face's Trainer from its own arguments.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ UNMAPPED = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate a DeepSpeed configuration into job settings."""
     for key, leaf in config.leaves.items():
         if leaf.value == "auto":
             config.leave_unmapped(key, "auto: Hugging Face's Trainer fills it in from its own arguments")
@@ -104,43 +104,50 @@ def translate_config(config: Conversion) -> None:
 
 
 def _is_auto(config: Conversion, key: str) -> bool:
-    """Whether a key is left to the Trainer."""
+    """Return whether a key is left to the Trainer."""
     return key in config.leaves and config.leaves[key].value == "auto"
 
 
 def _read_zero(config: Conversion) -> None:
     z = "zero_optimization."
     config.set_value("parallel.mode", "fixed", note="DeepSpeed searches nothing")
-    if (plain := config.read_flag("zero_optimization")) is not None:  # an old spelling: true is stage 1
-        config.set_value("parallel.zero", int(plain), "zero_optimization")
+    # An old spelling: true is stage 1
+    if (is_enabled := config.read_flag("zero_optimization")) is not None:
+        config.set_value("parallel.zero", int(is_enabled), "zero_optimization")
     else:
         config.set_value("parallel.zero", config.read_whole(f"{z}stage") or 0, f"{z}stage")
-    if (part := config.read_whole(f"{z}mics_shard_size")) is not None and part > 0:
-        config.set_value("parallel.shard", part, f"{z}mics_shard_size", note="MiCS")
+    if (shard_size := config.read_whole(f"{z}mics_shard_size")) is not None and shard_size > 0:
+        config.set_value("parallel.shard", shard_size, f"{z}mics_shard_size", note="MiCS")
     elif config.has_leaf(f"{z}mics_shard_size"):
         config.mark_used(f"{z}mics_shard_size", by="parallel.shard = auto: all data ranks")
-    if (part := config.read_whole(f"{z}zero_hpz_partition_size")) is not None and part > 1:
+    if (shard_size := config.read_whole(f"{z}zero_hpz_partition_size")) is not None and shard_size > 1:
         config.leave_unmapped(
             f"{z}zero_hpz_partition_size", "a second copy of the weights per host has no word in the job schema"
         )
     elif config.has_leaf(f"{z}zero_hpz_partition_size"):
         config.mark_used(f"{z}zero_hpz_partition_size", by="parallel.shard")
-    for what, ours, old in (("optimizer", "optimizer", "cpu_offload"), ("param", "parameters", "cpu_offload_param")):
-        device = config.read_word(f"{z}offload_{what}.device")
-        if device in ("cpu", "nvme") or config.read_flag(f"{z}{old}"):
+    for state_kind, offloaded, old_key in (
+        ("optimizer", "optimizer", "cpu_offload"),
+        ("param", "parameters", "cpu_offload_param"),
+    ):
+        device = config.read_word(f"{z}offload_{state_kind}.device")
+        if device in ("cpu", "nvme") or config.read_flag(f"{z}{old_key}"):
             note = "on NVMe: the planner counts host memory" if device == "nvme" else ""
-            config.set_value("parallel.offload", ours, f"{z}offload_{what}.device", f"{z}{old}", note=note)
+            config.set_value(
+                "parallel.offload", offloaded, f"{z}offload_{state_kind}.device", f"{z}{old_key}", note=note
+            )
         else:
-            config.mark_used(f"{z}offload_{what}.device", f"{z}{old}", by="parallel.offload")
+            config.mark_used(f"{z}offload_{state_kind}.device", f"{z}{old_key}", by="parallel.offload")
 
 
 def _read_precision(config: Conversion) -> None:
-    brain = config.read_flag("bf16.enabled") or config.read_flag("bfloat16.enabled")
-    half = config.read_flag("fp16.enabled")
+    is_bf16 = config.read_flag("bf16.enabled") or config.read_flag("bfloat16.enabled")
+    is_fp16 = config.read_flag("fp16.enabled")
     names = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
-    compute = "bf16" if brain else "fp16" if half else "fp32"
+    compute = "bf16" if is_bf16 else "fp16" if is_fp16 else "fp32"
     if compute == "fp32" and any(_is_auto(config, name) for name in names):
-        compute = "what it computes in"  # nobody knows yet: `finish` asks for it
+        # Not known yet: `finish` reports it as missing
+        compute = "what it computes in"
     else:
         config.set_value("precision.compute", compute, *sorted(names, key=lambda name: not config.read_flag(name)))
     scale = config.read_number("fp16.loss_scale")
@@ -148,20 +155,20 @@ def _read_precision(config: Conversion) -> None:
         config.set_value("precision.loss_scale", scale, "fp16.loss_scale", note="static")
     elif compute == "fp16":
         config.set_value("precision.loss_scale", "auto", "fp16.loss_scale", note="0 is dynamic")
-    wire = config.read_word("communication_data_type") or config.read_word("data_types.grad_accum_dtype")
-    wide = wire == "fp32" if wire else compute == "fp32"
-    note = "" if wire else f"default of DeepSpeed: gradients travel as {compute}"
-    if not wide and (wire == "fp16" or (not wire and compute == "fp16")):
+    wire_format = config.read_word("communication_data_type") or config.read_word("data_types.grad_accum_dtype")
+    is_fp32 = wire_format == "fp32" if wire_format else compute == "fp32"
+    note = "" if wire_format else f"default of DeepSpeed: gradients travel as {compute}"
+    if not is_fp32 and (wire_format == "fp16" or (not wire_format and compute == "fp16")):
         config.practice["sums_in"] = "fp16"
         note = f"{note or 'fp16'}: the nearest word is bf16"
-    config.set_value("precision.grad_reduce", "fp32" if wide else "bf16", "communication_data_type", note=note)
+    config.set_value("precision.grad_reduce", "fp32" if is_fp32 else "bf16", "communication_data_type", note=note)
     if (accumulate := config.read_word("data_types.grad_accum_dtype")) and config.has_leaf("communication_data_type"):
         config.leave_unmapped("data_types.grad_accum_dtype", f"{accumulate[:8]}: the job has one format for summing")
     elif accumulate:
         config.mark_used("data_types.grad_accum_dtype", by="precision.grad_reduce")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
-        if (short := config.read_flag(key)) is not None:
-            config.set_value("precision.master_weights", not short, key)
+        if (is_16_bit := config.read_flag(key)) is not None:
+            config.set_value("precision.master_weights", not is_16_bit, key)
     if config.read_flag("bf16.bf16_optimizer_states"):
         config.set_value("precision.optimizer_state", "bf16", "bf16.bf16_optimizer_states")
     elif config.has_leaf("bf16.bf16_optimizer_states"):
@@ -218,8 +225,10 @@ def _read_optimizer(config: Conversion) -> None:
     elif name == "muon":
         config.set_value("optim.name", "muon", "optimizer.type")
     elif name:
-        why = "compressed updates with error feedback" if "onebit" in name or "zeroone" in name else "another optimizer"
-        config.leave_unmapped("optimizer.type", f"{why}: not one of the job schema's")
+        reason = (
+            "compressed updates with error feedback" if "onebit" in name or "zeroone" in name else "another optimizer"
+        )
+        config.leave_unmapped("optimizer.type", f"{reason}: not one of the job schema's")
     config.copy_keys(
         {
             "optimizer.params.lr": ("optim.lr", Conversion.read_number),
@@ -232,7 +241,8 @@ def _read_optimizer(config: Conversion) -> None:
         config.set_value(
             "optim.clip", 1.0, note="auto: max_grad_norm of Hugging Face's Trainer, 1.0 unless it is told otherwise"
         )
-    if any(key.startswith("optimizer.") for key in config.leaves):  # else the script's optimizer may clip by itself
+    # Otherwise the script's optimizer may clip by itself
+    if any(key.startswith("optimizer.") for key in config.leaves):
         config.assume_default("optim.clip", 0.0, "no clipping")
     betas = config.find_leaf("optimizer.params.betas")
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
@@ -249,6 +259,7 @@ def _read_scheduler(config: Conversion) -> None:
         config.set_value("optim.schedule", "cosine", "scheduler.type")
     elif kind in ("warmuplr", "warmupdecaylr"):
         config.set_value("optim.schedule", "wsd", "scheduler.type", note=kind)
+        # WarmupDecayLR decays from the end of the warm-up to the last step; WarmupLR stays at the peak.
         config.set_value("optim.decay", 1.0 if kind == "warmupdecaylr" else 0.0, "scheduler.type", note=kind)
     else:
         config.leave_unmapped("scheduler.type", "the job schema knows wsd and cosine")
@@ -267,8 +278,10 @@ def _read_pipeline(config: Conversion) -> None:
         if degree := config.read_whole(key):
             config.set_value("parallel.context", degree, key)
             config.set_value("parallel.context_kind", "ulysses", key)
-    every = config.read_whole("pipeline.activation_checkpoint_interval")
-    if every is not None:
-        config.set_value("parallel.recompute", "full" if every else "none", "pipeline.activation_checkpoint_interval")
+    interval = config.read_whole("pipeline.activation_checkpoint_interval")
+    if interval is not None:
+        config.set_value(
+            "parallel.recompute", "full" if interval else "none", "pipeline.activation_checkpoint_interval"
+        )
     else:
         config.set_value("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")

@@ -1,4 +1,4 @@
-"""Which trainer a configuration file is of: by keys that only its files have, not by its name."""
+"""Detection of the trainer that a configuration file belongs to, by keys that only its files have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.rules.foreign.named_files import find_named_file
 
 TREES = (".json", ".yaml", ".yml")
 SWIFT_BATCHES = ("per_device_train_batch_size", "micro_batch_size", "global_batch_size")
-# A file is of a trainer if it has all keys of one of its groups; a key that ends in a dot is a section.
+# A file belongs to a trainer if it has all keys of one of its groups; a key that ends in a dot is a section.
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torchtitan": (
         ("model.flavor",),
@@ -90,7 +90,8 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
-        ("train.micro_batch_size", "train.global_batch_size"),  # one of them alone is anybody's word
+        # One of them alone is a common word
+        ("train.micro_batch_size", "train.global_batch_size"),
         ("train.train_iters",),
         ("ddp.use_distributed_optimizer",),
         ("ddp.overlap_grad_reduce",),
@@ -98,7 +99,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dist.distributed_timeout_minutes",),
     ),
 }
-# What is near to one of them, and is another tool's; a sign that begins with ! must not be there.
+# Files of other tools that are similar to one of them; a sign that begins with ! must be absent.
 OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "a compose file": (("services.",),),
     "a Kubernetes manifest": (("apiVersion", "kind"),),
@@ -124,15 +125,15 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "Neuron's NxD Training": (("trainer.", "distributed_strategy."),),
     "NeMo-Framework-Launcher's conversion, export or evaluation": (
-        # Its training has an optimizer, or steps; what else it starts has neither.
+        # Its training has an optimizer, or steps; the other programs it starts have neither.
         ("run.results_dir", "!model.optim.", "!optim.", "!trainer.max_steps", "!trainer.max_epochs"),
         ("run.convert_name", "!trainer."),
         ("run.eval_name", "!trainer."),
         ("model.checkpoint_folder", "model.hparams_file", "!trainer."),
     ),
     "ms-swift without a batch size": (
-        ("model", "tuner_type", *(f"!{one}" for one in SWIFT_BATCHES)),
-        ("model", "train_type", "dataset", *(f"!{one}" for one in SWIFT_BATCHES)),
+        ("model", "tuner_type", *(f"!{key}" for key in SWIFT_BATCHES)),
+        ("model", "train_type", "dataset", *(f"!{key}" for key in SWIFT_BATCHES)),
     ),
     "verl": (("actor_rollout_ref.",), ("_target_", "strategy"), ("trainer.", "algorithm.adv_estimator")),
     "Primus": (("work_group", "modules."), ("modules.pre_trainer.",)),
@@ -146,7 +147,8 @@ FITS = {
     ".yaml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
     ".yml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
 }
-OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})  # sections only our job file has
+# Sections that only Phalanx's job file has
+OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})
 FLAGS = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -161,9 +163,9 @@ MOST_LOOKED = 1 << 20
 
 
 def trainer_of_file(path: Path) -> str:
-    """The trainer's name, or an empty text for what may be a job file.
+    """Return the trainer's name, or an empty text for a file that may be a job file.
 
-    Raises UserError for a file that is neither: what ends in .json, .yaml or .yml is never a job file.
+    Raises UserError for a file that is neither; .json, .yaml and .yml are never job files.
     """
     if path.suffix == ".toml":
         return _match_keys(_toml_keys(path), ".toml")
@@ -176,34 +178,34 @@ def trainer_of_file(path: Path) -> str:
             flags = {key.removeprefix("MODEL_ARGS.") for key in keys}
             return refuse_inference(path) if _only_generates(flags) else "megatron"
         name = _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
-        said = {key for key, leaf in leaves.items() if leaf.value is not None}
-        return refuse_inference(path) if _trains_nothing(name, said) else name
+        set_keys = {key for key, leaf in leaves.items() if leaf.value is not None}
+        return refuse_inference(path) if _trains_nothing(name, set_keys) else name
     if path.suffix == ".py":
         from phalanx.rules.foreign.python_config.recipes import family_of_python
 
         family = family_of_python(path)
         return {"megatron-bridge": "nemo"}.get(family, family) or _refuse_python(path)
     head = read_head(path, MOST_LOOKED)
-    # Two of Megatron's flags; a job file with such a line would not be TOML.
+    # Two of Megatron's arguments; a job file with such a line would not be TOML.
     text = head.decode("utf-8", errors="replace").replace("_", "-")
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     if path.suffix in SCRIPTS and (family := family_of_script(lines)):
         return family
     has_flags = sum(flag in text for flag in FLAGS) >= 2
-    if path.suffix in SCRIPTS and (other := _script_of_others(lines)):
-        return _refuse_script(path, other)
+    if path.suffix in SCRIPTS and (other_tool := _script_of_others(lines)):
+        return _refuse_script(path, other_tool)
     if has_flags and (_only_generates(text) or _only_other_programs(lines)):
         return refuse_inference(path)
     if not has_flags and path.suffix in SCRIPTS:
-        near = sum(flag in lines.replace("_", "-") for flag in _TRAINER_WORDS) >= 2
-        beside = FEW if _TRAINER[0] in lines else NO_BATCH
-        return _refuse_script(path, beside if near else "")
+        is_near = sum(flag in lines.replace("_", "-") for flag in _TRAINER_WORDS) >= 2
+        reason = FEW if _TRAINER[0] in lines else NO_BATCH
+        return _refuse_script(path, reason if is_near else "")
     return "megatron" if has_flags else ""
 
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _SWIFT = re.compile(r"(?<![\w./-])(?:\S*/)?(?:swift|megatron)[ \t\\\n]+(?:sft|pt|rlhf)\b(?![\w./-])")
-# Arguments of Hugging Face's Trainer; the text has dashes for underscores.
+# Arguments of Hugging Face's Trainer; underscores in the text have been replaced by dashes.
 _TRAINER = ("--per-device-train-batch", "--gradient-accumulation-steps", "--num-train-epochs", "--output-dir")
 _TRAINER_WORDS = (*_TRAINER, "--learning-rate", "--save-steps", "--logging-steps", "--save-strategy")
 NO_BATCH = "it has arguments of the Trainer, but no --per_device_train_batch_size by which its command is known"
@@ -216,7 +218,7 @@ _OTHERS_SCRIPTS = {
     "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|train)"),
     "NeMo's tests of Python recipes": re.compile(r"tests/collections/\w+/\S*\.py"),
 }
-# Programs that a launch script also starts, and that train nothing.
+# Programs that launch scripts also start, and that train nothing.
 _OTHER_PROGRAM = re.compile(
     r"infer|generat|evaluat|(^|[-])eval|convert|(^|[-])server|export|quantiz|(^|[-])ptq|preprocess|(^|[-])merge|chat"
 )
@@ -224,7 +226,7 @@ _PROGRAM = re.compile(r"([\w-]+)\.py\b")
 
 
 def family_of_script(lines: str) -> str:
-    """ms-swift by its verbs, Hugging Face's Trainer by its arguments; underscores are dashes here."""
+    """Return "ms-swift" by its verbs, "transformers" by the Trainer's arguments, or ""; underscores are dashes here."""
     if _SWIFT.search(lines):
         return "ms-swift"
     has_flags = sum(flag in lines for flag in FLAGS) >= 2
@@ -237,7 +239,7 @@ def _script_of_others(lines: str) -> str:
 
 
 def is_other_program(name: str) -> bool:
-    """Whether a program trains nothing, by its name.
+    """Return whether a program trains nothing, judging by its name.
 
     >>> [is_other_program(one) for one in ("hf_weight_converter.py", "finetune_chat.py", "main.py")]
     [True, False, False]
@@ -249,7 +251,7 @@ def is_other_program(name: str) -> bool:
 
 
 def _only_other_programs(lines: str) -> bool:
-    """Whether every Python program that a script names is one that trains nothing, by its name."""
+    """Return whether every Python program in a script trains nothing, judging by its name."""
     programs = {name for name in _PROGRAM.findall(lines) if not re.fullmatch(r"setup|--init--", name)}
     trains = [name for name in programs if re.search(r"train|tune|sft", name) or not _OTHER_PROGRAM.search(name)]
     return bool(programs) and not trains
@@ -283,18 +285,20 @@ def _match_keys(keys: Collection[str], ending: str) -> str:
 
 
 def _refuse_unknown(path: Path, keys: Collection[str]) -> str:
-    other = next((name for name, groups in OTHERS.items() if _fits_signs(keys, groups)), "")
-    what = "is not a configuration that Phalanx recognises" + (f": it looks like {other}" if other else "")
-    near = _nearest_trainer(keys) if not other else ""
+    other_tool = next((name for name, groups in OTHERS.items() if _fits_signs(keys, groups)), "")
+    problem = "is not a configuration that Phalanx recognises" + (f": it looks like {other_tool}" if other_tool else "")
+    nearest_name = _nearest_trainer(keys) if not other_tool else ""
     raise mistake(
         str(path),
-        what,
-        why="none of " + ", ".join(("megatron", *SIGNS, "olmo-core")) + (f" (nearest: {near})" if near else ""),
+        problem,
+        why="none of "
+        + ", ".join(("megatron", *SIGNS, "olmo-core"))
+        + (f" (nearest: {nearest_name})" if nearest_name else ""),
         fix="say whose it is: phalanx import FILE --from torchtitan, megatron, deepspeed, accelerate, nemo or another",
     )
 
 
-# Arguments that only text generation has, and those that every training has one of.
+# Arguments that only text generation has, and those of which every training has at least one.
 GENERATES = (
     "--num-tokens-to-generate",
     "--out-seq-length",
@@ -308,14 +312,16 @@ TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--l
 
 
 def _only_generates(flags: Collection[str]) -> bool:
-    """Whether arguments, in a text or one by one, generate text or convert a checkpoint, and train nothing."""
-    words = flags if isinstance(flags, str) else " ".join(one.replace("_", "-") for one in flags)
-    if "--load-dir" in words and "--save-dir" in words:  # a checkpoint into another format
+    """Return whether arguments, in a text or a collection, generate text or convert a checkpoint, and train nothing."""
+    words = flags if isinstance(flags, str) else " ".join(argument.replace("_", "-") for argument in flags)
+    # Converts a checkpoint to another format
+    if "--load-dir" in words and "--save-dir" in words:
         return True
-    return any(one in words for one in GENERATES) and not any(one in words for one in TRAINS)
+    return any(argument in words for argument in GENERATES) and not any(argument in words for argument in TRAINS)
 
 
-# What a file of these trainers has at least one of where it trains; others merge weights, generate text, prepare data.
+# Keys of which a training file of these trainers has at least one; other files merge weights, generate text or
+# prepare data.
 TRAINING_WORDS = {
     "axolotl": ("learning_rate", "micro_batch_size", "num_epochs", "max_steps", "gradient_accumulation_steps"),
     "llama-factory": (
@@ -326,36 +332,37 @@ TRAINING_WORDS = {
 
 
 def _trains_nothing(name: str, said: set[str]) -> bool:
-    """Whether a tree leaves out all that training takes; `said` are the keys that have a value.
+    """Return whether a configuration, of which only keys with a value are given, has no setting of training.
 
-    Megatron-Bridge writes a whole ConfigContainer beside a converted checkpoint, with nothing but its model filled in.
+    Megatron-Bridge writes a full ConfigContainer next to a converted checkpoint, with only its model filled in.
     """
     if name == "nemo" and "model._target_" in said:
         container = any(key.startswith("checkpoint.") for key in said)
         return container and not any(key.startswith(("train.", "trainer.", "dataset.", "data.")) for key in said)
     if name == "llama-factory" and "cutoff_len" in said and not said & {"export_dir", "infer_backend", "do_predict"}:
-        return False  # a length of sequences is training's, and its defaults may serve for the rest
+        # A sequence length belongs to training, and the other settings may have defaults
+        return False
     return name in TRAINING_WORDS and not any(word in said for word in TRAINING_WORDS[name])
 
 
 class TrainsNothingError(UserError):
-    """A file of a trainer that is for something else than training: a search for files passes it over."""
+    """A file of a trainer that is not for training; a search for configurations skips it."""
 
 
 def refuse_inference(path: Path) -> str:
-    """Raises the error for a file that trains nothing."""
-    told = mistake(
+    """Raise the error for a file that trains nothing."""
+    error = mistake(
         str(path),
         "trains nothing that could be read: there is nothing to check",
         why="what could be read of it generates text, converts or evaluates a checkpoint, and has no word that we know "
         "for a length or a learning rate",
         fix="check the configuration that the model was trained with",
     )
-    raise TrainsNothingError(told.problems)
+    raise TrainsNothingError(error.problems)
 
 
 def _refuse_script(path: Path, other: str) -> str:
-    looks = (
+    likeness = (
         other
         if other in (NO_BATCH, FEW)
         else f"it looks like {other}"
@@ -364,7 +371,7 @@ def _refuse_script(path: Path, other: str) -> str:
     )
     raise mistake(
         str(path),
-        f"is not a configuration that Phalanx recognises: {looks}",
+        f"is not a configuration that Phalanx recognises: {likeness}",
         why="of shell scripts, those are read that start Megatron-LM, Megatron-DeepSpeed, ms-swift or transformers' "
         "Trainer",
         fix=_named_configurations(path) or "check the configuration file that the script names",
@@ -372,23 +379,23 @@ def _refuse_script(path: Path, other: str) -> str:
 
 
 _NAMED = re.compile(r"[\w./-]+\.(?:toml|ya?ml|json)\b")
-MOST_NAMED = 20  # that are opened
+MOST_NAMED = 20  # of which are opened
 
 
 def _named_configurations(script: Path) -> str:
-    """Which files to check instead: those that the script names and that are configurations of a trainer."""
+    """Return suggestions to check the configurations of a trainer that the script names."""
     text = read_head(script, MOST_LOOKED).decode("utf-8", errors="replace")
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    found: list[str] = []
+    suggestions: list[str] = []
     for name in list(dict.fromkeys(_NAMED.findall(lines)))[:MOST_NAMED]:
-        named = find_named_file(script.parent, name)
-        if named is None:
+        named_path = find_named_file(script.parent, name)
+        if named_path is None:
             continue
         with suppress(UserError):
-            if trainer := trainer_of_file(named):
-                shown = os.path.relpath(named)
-                found.append(f"phalanx check {shown}: {trainer}'s configuration, which the script names")
-    return "\n".join(found[:3])
+            if trainer := trainer_of_file(named_path):
+                relative_path = os.path.relpath(named_path)
+                suggestions.append(f"phalanx check {relative_path}: {trainer}'s configuration, which the script names")
+    return "\n".join(suggestions[:3])
 
 
 def _refuse_python(path: Path) -> str:
@@ -402,7 +409,7 @@ def _refuse_python(path: Path) -> str:
 
 
 def _nearest_trainer(keys: Collection[str]) -> str:
-    """The trainer of which most signs are there, if any is."""
+    """Return the trainer with the most signs in the keys; empty if there is none."""
     counts = {
         name: len({sign for group in groups for sign in group if _has_key(keys, sign)})
         for name, groups in SIGNS.items()

@@ -1,4 +1,4 @@
-"""Axolotl's and LLaMA-Factory's YAML: a model by name, batch per device, and who shards it."""
+"""Axolotl's and LLaMA-Factory's YAML, and the arguments of Hugging Face's Trainer, as job settings."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ UNMAPPED = {
 
 
 def translate_axolotl(config: Conversion) -> None:
-    """Fill the conversion from Axolotl's words (docs/config-reference)."""
+    """Translate an Axolotl configuration (docs/config-reference) into job settings."""
     read_named_model(config, "base_model")
     config.set_value("parallel.mode", "fixed", note="Axolotl searches nothing")
-    for theirs, ours in (
+    for foreign_key, axis in (
         ("tensor_parallel_size", "tensor"),
         ("context_parallel_size", "context"),
         ("sequence_parallel_degree", "context"),
         ("expert_parallel_size", "expert"),
     ):
-        if (degree := config.read_whole(theirs)) is not None and degree > 0:
-            config.set_value(f"parallel.{ours}", degree, theirs)
+        if (degree := config.read_whole(foreign_key)) is not None and degree > 0:
+            config.set_value(f"parallel.{axis}", degree, foreign_key)
     _read_sharding(config)
     copies, shard = config.read_whole("dp_replicate_size"), config.read_whole("dp_shard_size")
     if shard and shard > 0:
@@ -118,7 +118,7 @@ def translate_axolotl(config: Conversion) -> None:
 
 
 def translate_llama_factory(config: Conversion) -> None:
-    """Fill the conversion from LLaMA-Factory's words (src/llamafactory/hparams)."""
+    """Translate a LLaMA-Factory configuration (src/llamafactory/hparams) into job settings."""
     read_named_model(config, "model_name_or_path")
     config.set_value("parallel.mode", "fixed", note="LLaMA-Factory searches nothing")
     _read_sharding(config)
@@ -130,25 +130,32 @@ def translate_llama_factory(config: Conversion) -> None:
     if config.read_word("finetuning_type") == "full":
         config.skip_leaf("finetuning_type", "all weights are trained, as the plan assumes")
     _read_precision(config)
-    own, pure = _own_optimizer(config), config.read_flag("pure_bf16")
-    if pure and not own and not config.has_leaf("deepspeed") and config.read_word("finetuning_type") == "full":
-        # Weights, their gradients and Adam's states have the format of the model; DeepSpeed keeps its own.
+    own_optimizer, is_pure_bf16 = _own_optimizer(config), config.read_flag("pure_bf16")
+    if (
+        is_pure_bf16
+        and not own_optimizer
+        and not config.has_leaf("deepspeed")
+        and config.read_word("finetuning_type") == "full"
+    ):
+        # Weights, their gradients and Adam's states have the format of the model; DeepSpeed uses its own formats.
         config.set_value("precision.master_weights", False, "pure_bf16")
-        if "8bit" not in config.read_word("optim"):  # whose moments have 8 bits, by a recipe of its own
+        # 8-bit optimizers have 8-bit moments
+        if "8bit" not in config.read_word("optim"):
             config.set_value("precision.optimizer_state", "bf16", "pure_bf16")
         config.set_value("precision.grad_reduce", "bf16", "pure_bf16")
-    config.assume_default("precision.master_weights", not pure, "fp32 unless pure_bf16")
+    config.assume_default("precision.master_weights", not is_pure_bf16, "fp32 unless pure_bf16")
     _read_optimizer(config)
-    if own:
-        config.values.pop("precision.master_weights", None)  # what it keeps beside the weights is not known
+    if own_optimizer:
+        # The state it stores in addition to the weights is not known
+        config.values.pop("precision.master_weights", None)
         if (rate := config.values.get("optim.lr")) is not None and rate.value == 0:
             del config.values["optim.lr"]
-            config.leave_unmapped("learning_rate", f"{own} is on, which has rates of its own")
+            config.leave_unmapped("learning_rate", f"{own_optimizer} is on, which has rates of its own")
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
-# Switches of LLaMA-Factory's (src/llamafactory/hparams) that leave Adam's states as they are; optimizers of its own
-# (use_galore, use_apollo, use_badam, use_adam_mini, use_muon) and a fork's words do not.
+# Switches of LLaMA-Factory (src/llamafactory/hparams) that leave Adam's states unchanged; its own optimizers
+# (use_galore, use_apollo, use_badam, use_adam_mini, use_muon) and a fork's switches do not match.
 _HARMLESS = re.compile(
     r"use_(unsloth\w*|llama_pro|dora|rslora|swanlab|reentrant_gc|fast_tokenizer|cache|cpu|\w*loss|liger\w*|audio_in_video"
     r"|v2_kernels|legacy_\w*|ray|wandb|flash\w*|kt|mca|tts|ref_model|kv_cache|auth_token|\w*tokenizer\w*|nested_quant)"
@@ -156,13 +163,13 @@ _HARMLESS = re.compile(
 
 
 def _own_optimizer(config: Conversion) -> str:
-    """The switch that chooses an optimizer other than the Trainer's; empty where none is on."""
+    """Return the switch that chooses an optimizer other than the Trainer's; empty if none is on."""
     switches = (key for key in config.leaves if key.startswith("use_") and not _HARMLESS.fullmatch(key))
     return next((key for key in switches if config.leaves[key].value is True), "")
 
 
 def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str, recomputes: bool) -> None:
-    """What Hugging Face's TrainingArguments say; `recomputes` is whether it does unless told otherwise."""
+    """Translate Hugging Face's TrainingArguments; `recomputes` is the program's default."""
     config.set_value("parallel.mode", "fixed", note=f"{config.title} searches nothing")
     _read_sharding(config)
     _read_batch(config, micro[0], length, default=micro[1])
@@ -173,86 +180,92 @@ def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str
     _read_optimizer(config)
 
 
-JSON = "ds."  # leaves of the DeepSpeed JSON that a script names
+JSON = "ds."  # prefix of leaves of the DeepSpeed JSON that a script names
 STAGE = "zero_optimization.stage"
 
 
 def _named_json(config: Conversion, name: str) -> dict[str, Leaf] | None:
-    """The leaves of DeepSpeed's JSON: read with the script, lying beside the file, or ms-swift's own of that name."""
-    found = {key.removeprefix(JSON): leaf for key, leaf in config.leaves.items() if key.startswith(JSON)}
-    if found and not ((leaf := found.get(STAGE)) is not None and leaf.unknown):
-        return found
-    if config.title == "ms-swift" and (own := re.fullmatch(r"zero([0-3])(_offload)?", name)):
-        words: dict[str, object] = {STAGE: int(own.group(1))}
-        if own.group(2):
-            words["zero_optimization.offload_optimizer.device"] = "cpu"
-        if own.group(2) and own.group(1) == "3":
-            words["zero_optimization.offload_param.device"] = "cpu"
-        return {key: Leaf(key=key, value=value, line=0) for key, value in words.items()}
+    """Return the leaves of DeepSpeed's JSON: read with the script, next to the file, or ms-swift's own of that name."""
+    leaves = {key.removeprefix(JSON): leaf for key, leaf in config.leaves.items() if key.startswith(JSON)}
+    if leaves and not ((leaf := leaves.get(STAGE)) is not None and leaf.unknown):
+        return leaves
+    if config.title == "ms-swift" and (own_name := re.fullmatch(r"zero([0-3])(_offload)?", name)):
+        settings: dict[str, object] = {STAGE: int(own_name.group(1))}
+        if own_name.group(2):
+            settings["zero_optimization.offload_optimizer.device"] = "cpu"
+        if own_name.group(2) and own_name.group(1) == "3":
+            settings["zero_optimization.offload_param.device"] = "cpu"
+        return {key: Leaf(key=key, value=value, line=0) for key, value in settings.items()}
     return _json_beside(Path(config.file).parent, name)
 
 
 def _read_sharding(config: Conversion) -> None:
-    """DeepSpeed's JSON where it lies beside the file, FSDP's words, or plain data parallelism."""
-    named = config.find_leaf("deepspeed")
-    if named is not None and named.unknown:
+    """Read who shards: DeepSpeed's JSON if it is next to the file, FSDP's settings, or plain data parallelism."""
+    deepspeed_leaf = config.find_leaf("deepspeed")
+    if deepspeed_leaf is not None and deepspeed_leaf.unknown:
         config.read_word("deepspeed")
         config.set_value("parallel.zero", 0, "deepspeed")
-        config.unknown["parallel.offload"] = f"{named.key} {named.unknown}"
+        config.unknown["parallel.offload"] = f"{deepspeed_leaf.key} {deepspeed_leaf.unknown}"
         return
-    if named is not None and str(named.value) not in ("", "False"):
-        found = _named_json(config, str(named.value))
-        if found is not None:
-            _read_json(config, found)
+    if deepspeed_leaf is not None and str(deepspeed_leaf.value) not in ("", "False"):
+        json_leaves = _named_json(config, str(deepspeed_leaf.value))
+        if json_leaves is not None:
+            _read_json(config, json_leaves)
             return
-        why = f"{str(named.value)[:80]} is not in this folder"
-        config.read_as["deepspeed"] = Leaf(key=named.key, value=named.value, line=named.line, unknown=why)
+        reason = f"{str(deepspeed_leaf.value)[:80]} is not in this folder"
+        config.read_as["deepspeed"] = Leaf(
+            key=deepspeed_leaf.key, value=deepspeed_leaf.value, line=deepspeed_leaf.line, unknown=reason
+        )
         config.read_whole("deepspeed")
-        config.unknown |= dict.fromkeys(("parallel.zero", "parallel.offload"), f"deepspeed: {why}")
-        config.add_missing(f"names {str(named.value)[:80]}, which is not in this folder", "give --set parallel.zero=3")
+        config.unknown |= dict.fromkeys(("parallel.zero", "parallel.offload"), f"deepspeed: {reason}")
+        config.add_missing(
+            f"names {str(deepspeed_leaf.value)[:80]}, which is not in this folder", "give --set parallel.zero=3"
+        )
         config.set_value("parallel.zero", 0, "deepspeed")
         return
-    # Of a script, arguments; `fsdp:` without a value is off.
-    given = {key.removeprefix("--"): key for key, leaf in config.leaves.items() if leaf.value not in (None, "", [], {})}
-    words = " ".join(config.read_word(key) for key in given if key == "fsdp" or key.startswith("fsdp."))
-    sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in given)
-    if words or sections:
+    # Arguments, if it is a script; `fsdp:` without a value is off.
+    given_keys = {
+        key.removeprefix("--"): key for key, leaf in config.leaves.items() if leaf.value not in (None, "", [], {})
+    }
+    fsdp_words = " ".join(config.read_word(key) for key in given_keys if key == "fsdp" or key.startswith("fsdp."))
+    sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in given_keys)
+    if fsdp_words or sections:
         kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
             "fsdp_config.sharding_strategy"
         )
-        keeps = (
-            "shard_grad_op" in words + kind
-            or "zero2" in words + kind
+        keeps_gathered = (
+            "shard_grad_op" in fsdp_words + kind
+            or "zero2" in fsdp_words + kind
             or config.read_flag("fsdp_config.reshard_after_forward") is False
         )
-        names = tuple(key for key in given if key == "fsdp" or key.startswith("fsdp"))
-        config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
-        if "offload" in words.split() or config.read_flag("fsdp_config.fsdp_offload_params"):
+        names = tuple(key for key in given_keys if key == "fsdp" or key.startswith("fsdp"))
+        config.set_value("parallel.zero", 2 if keeps_gathered else 3, *names, note="FSDP")
+        if "offload" in fsdp_words.split() or config.read_flag("fsdp_config.fsdp_offload_params"):
             config.set_value("parallel.offload", "parameters", *names, note="FSDP")
         return
     config.set_value("parallel.zero", 0, "deepspeed", note="neither DeepSpeed nor FSDP: plain data parallelism")
 
 
 def _read_json(config: Conversion, found: dict[str, Leaf]) -> None:
-    """How far it shards, where the states are kept, and how far it splits products."""
+    """Read the ZeRO stage, the offload of states, and the degree of tensor parallelism."""
     leaf = found.get(STAGE)
     stage = 0 if leaf is None else leaf.value
     if leaf is not None and (leaf.unknown or stage not in range(4)):
         config.unknown["parallel.zero"] = f"{STAGE} {leaf.unknown or 'is not one of its stages'}"
         stage = 0
     config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
-    for part, ours in (("optimizer", "optimizer"), ("param", "parameters")):
-        device = found.get(f"zero_optimization.offload_{part}.device")
+    for state_kind, offloaded in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = found.get(f"zero_optimization.offload_{state_kind}.device")
         if device is not None and device.unknown:
             config.unknown["parallel.offload"] = f"{device.key} {device.unknown}"
         elif device is not None and str(device.value).lower() in ("cpu", "nvme"):
-            config.set_value("parallel.offload", ours, "deepspeed", note="of that file")
+            config.set_value("parallel.offload", offloaded, "deepspeed", note="of that file")
     group = found.get("zero_optimization.mics_shard_size")
     if group is not None and isinstance(group.value, int) and group.value > 0:
         config.set_value("parallel.shard", group.value, "deepspeed", note="MiCS, of that file")
-    split = found.get("tensor_parallel.autotp_size")
-    if split is not None and isinstance(split.value, int) and split.value > 0:
-        config.set_value("parallel.tensor", split.value, "deepspeed", note="autotp_size of that file")
+    tensor_degree = found.get("tensor_parallel.autotp_size")
+    if tensor_degree is not None and isinstance(tensor_degree.value, int) and tensor_degree.value > 0:
+        config.set_value("parallel.tensor", tensor_degree.value, "deepspeed", note="autotp_size of that file")
 
 
 def _json_beside(folder: Path, name: str) -> dict[str, Leaf] | None:
@@ -274,23 +287,25 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
     if (steps := config.read_whole("max_steps")) and steps > 0:
         config.set_value("data.steps", steps, "max_steps")
     strategy = config.read_word("save_strategy") or "steps"
-    if config.read_flag("save_only_model") and strategy != "no":  # trainer.py, _save_checkpoint: no optimizer's state
+    # trainer.py, _save_checkpoint: without the optimizer's state
+    if config.read_flag("save_only_model") and strategy != "no":
         config.practice["resumes_exactly"] = ("weights", "sampler", "tokens", "layout")
         config.mark_used("save_only_model", by="practice: resumes_exactly")
     if strategy != "steps":
         config.skip_leaf("save_steps", f"save_strategy is {strategy}")
-    elif (every := config.read_whole("save_steps")) and every > 0:
-        config.set_value("checkpoint.steps", every, "save_steps")
-        _note_never_saved(config, every)
+    elif (save_steps := config.read_whole("save_steps")) and save_steps > 0:
+        config.set_value("checkpoint.steps", save_steps, "save_steps")
+        _note_never_saved(config, save_steps)
     if (seed := config.read_whole("seed")) is not None:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
 
 
-NEVER_REACHED = 100_000  # steps, where the file says no length: longer than any fine-tuning
+# Steps, if the file gives no length: longer than any fine-tuning
+NEVER_REACHED = 100_000
 
 
 def _note_never_saved(config: Conversion, every: int) -> None:
-    """`save_steps: 999999` is how people turn checkpoints off."""
+    """Note a run that never saves: `save_steps: 999999` is a common way to turn checkpoints off."""
     length = config.int_of("data.steps", 0)
     if every > (length or NEVER_REACHED - 1):
         reach = f"the run has {length:,} steps" if length else "the run is told in epochs"
@@ -298,15 +313,15 @@ def _note_never_saved(config: Conversion, every: int) -> None:
 
 
 def _read_precision(config: Conversion) -> None:
-    half, brain = config.read_word("fp16"), config.read_word("bf16") or config.read_word("bfloat16")
+    fp16, bf16 = config.read_word("fp16"), config.read_word("bf16") or config.read_word("bfloat16")
     if config.read_flag("pure_bf16"):
         config.set_value("precision.compute", "bf16", "pure_bf16")
-    elif brain in ("true", "full", "auto", "1") and not (brain == "auto" and half in ("true", "1")):
-        # Axolotl: bf16 "auto" beside fp16 is off (utils/config).
-        note = "auto: where the device has it" if brain == "auto" else ""
+    elif bf16 in ("true", "full", "auto", "1") and not (bf16 == "auto" and fp16 in ("true", "1")):
+        # Axolotl: bf16 "auto" together with fp16 is off (utils/config).
+        note = "auto: where the device has it" if bf16 == "auto" else ""
         config.set_value("precision.compute", "bf16", "bf16", "bfloat16", note=note)
         config.skip_leaf("fp16", "bf16 goes first")
-    elif half in ("true", "1"):
+    elif fp16 in ("true", "1"):
         config.set_value("precision.compute", "fp16", "fp16")
     else:
         config.set_value("precision.compute", "fp32", "bf16", "fp16", note="neither bf16 nor fp16")

@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML: Megatron's words beside DeepSpeed's (megatron/neox_arguments, configs/README.md)."""
+"""GPT-NeoX's YAML: Megatron's keys together with DeepSpeed's (megatron/neox_arguments, configs/README.md)."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ IRRELEVANT = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate a GPT-NeoX configuration into job settings."""
     config.names |= {key.replace("-", "_"): key for key in config.leaves}
-    for theirs, ours in RENAMED.items():
-        config.rename_leaf(ours, config.names.get(theirs, theirs))
+    for foreign_key, megatron_name in RENAMED.items():
+        config.rename_leaf(megatron_name, config.names.get(foreign_key, foreign_key))
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         leaf = config.find_leaf(name)
-        if leaf is not None and str(leaf.value) == "0":  # 0 turns the pipeline off
+        # 0 turns the pipeline off
+        if leaf is not None and str(leaf.value) == "0":
             config.read_as[name] = type(leaf)(key=leaf.key, value=1, line=leaf.line)
     _read_positions(config)
     _read_formats(config)
@@ -73,7 +74,8 @@ def translate_config(config: Conversion) -> None:
     if device in ("cpu", "nvme") or config.read_flag("zero_optimization.cpu_offload"):
         names = ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
         config.set_value("parallel.offload", "optimizer", *names)
-    if not config.has_leaf("save"):  # nothing is saved, unless another file of the same launch says where
+    # Nothing is saved, unless another file of the same launch gives the folder
+    if not config.has_leaf("save"):
         config.values.pop("checkpoint.keep", None)
         config.leave_unmapped("most_recent_k", "the file names no folder to save to")
     _read_batch(config)
@@ -81,7 +83,8 @@ def translate_config(config: Conversion) -> None:
     _note_misspelt(config)
 
 
-# Keys by which one that is near to them is taken for a slip (megatron/neox_arguments/neox_args.py, deepspeed_args.py).
+# Valid keys; a key that is similar to one of them is reported as a typing error
+# (megatron/neox_arguments/neox_args.py, deepspeed_args.py).
 KNOWN = (
     *RENAMED,
     *(key for key in IRRELEVANT if key[-1] not in "._"),
@@ -104,25 +107,28 @@ KNOWN = (
 )
 
 
-ALIKE, MOST_KEY = 0.9, 60  # one or two letters of a key; no key is longer
+# Similarity with one or two different letters; no key is longer
+ALIKE, MOST_KEY = 0.9, 60
 
 
 def _note_misspelt(config: Conversion) -> None:
-    """GPT-NeoX stops at a key that its arguments do not have; ones that we do not know may be new."""
+    """Note keys that are similar to a valid one; GPT-NeoX stops at unknown keys, but unknown ones may also be new."""
     for key, settled in config.settled.items():
         name = key.replace("-", "_")
         if settled.fate == "mapped" or "." in name or name in KNOWN or len(name) > MOST_KEY:
             continue
-        if close := get_close_matches(name, KNOWN, n=1, cutoff=ALIKE):
+        if suggestions := get_close_matches(name, KNOWN, n=1, cutoff=ALIKE):
             line = config.leaves[key].line
-            config.notes.append(f"line {line}: {key} is no key of GPT-NeoX that we know; did you mean {close[0]}?")
+            config.notes.append(
+                f"line {line}: {key} is no key of GPT-NeoX that we know; did you mean {suggestions[0]}?"
+            )
 
 
 def _read_positions(config: Conversion) -> None:
-    words = {"rotary": "rope", "alibi": "alibi", "learned": "learned_absolute"}
+    position_types = {"rotary": "rope", "alibi": "alibi", "learned": "learned_absolute"}
     kind = config.read_word("pos_emb") or "learned"
-    if kind in words:
-        config.rename_leaf("position_embedding_type", config.names.get("pos_emb", "pos_emb"), words[kind])
+    if kind in position_types:
+        config.rename_leaf("position_embedding_type", config.names.get("pos_emb", "pos_emb"), position_types[kind])
     if (norm := config.read_word("norm")) != "":
         config.rename_leaf(
             "normalization", config.names.get("norm", "norm"), "RMSNorm" if "rms" in norm else "LayerNorm"
@@ -138,10 +144,10 @@ def _read_formats(config: Conversion) -> None:
         config.rename_leaf("fp16", config.names.get("precision", "precision"), True)
     for kind in ("bf16", "fp16"):
         enabled = config.read_flag(f"{kind}.enabled")
-        typed = config.read_word("fp16.type") == "bfloat16"
-        if enabled and not (kind == "fp16" and (typed or config.has_leaf("bf16"))):
+        is_bf16_typed = config.read_word("fp16.type") == "bfloat16"
+        if enabled and not (kind == "fp16" and (is_bf16_typed or config.has_leaf("bf16"))):
             config.rename_leaf(kind, f"{kind}.enabled", True)
-        elif enabled and typed:
+        elif enabled and is_bf16_typed:
             config.rename_leaf("bf16", "fp16.type", True)
 
 

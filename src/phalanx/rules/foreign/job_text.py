@@ -1,6 +1,6 @@
-"""The job file that is equivalent to another trainer's configuration: every value with where it came from.
+"""Rendering of the job file that is equivalent to another trainer's configuration, with the source of every value.
 
-At its end stands what could not be said.
+Settings that could not be mapped are listed at its end.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ UNKNOWN_CLUSTER = "unknown"
 def render_job_file(
     config: Conversion, *, name: str, unmapped: tuple[Unmapped, ...], folder: Path | None = None
 ) -> str:
-    """The text of the job file; `folder` is where it will be written, for paths relative to it."""
-    parts = [
+    """Return the text of the job file; `folder` is where it will be written, for relative paths."""
+    lines = [
         f"# Made by phalanx import from {_comment_text(Path(config.file).name)}, a configuration of {config.title}.",
         f'spec = "{EDITIONS[-1]}"',
         f"name = {_toml_value(name)}",
     ]
     for section in ORDER:
-        said = {key: one for key, one in config.values.items() if key.partition(".")[0] == section and "." in key}
-        if said:
-            parts += ["", f"[{section}]", *(_setting_line(config, key, one, folder) for key, one in said.items())]
-    parts += ["", *_habit_lines(config), *_unmapped_lines(config, unmapped)]
-    return "\n".join(parts) + "\n"
+        settings = {
+            key: setting for key, setting in config.values.items() if key.partition(".")[0] == section and "." in key
+        }
+        if settings:
+            lines += [
+                "",
+                f"[{section}]",
+                *(_setting_line(config, key, setting, folder) for key, setting in settings.items()),
+            ]
+    lines += ["", *_habit_lines(config), *_unmapped_lines(config, unmapped)]
+    return "\n".join(lines) + "\n"
 
 
 def _setting_line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -> str:
     value = said.value
     if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
         value = os.path.relpath(Path(config.file).parent / value, folder)
-    where = f"{Path(config.file).name}:{said.line} {said.key}" if said.key else ""
-    note = _comment_text("; ".join(part for part in (where, said.note) if part))
+    source = f"{Path(config.file).name}:{said.line} {said.key}" if said.key else ""
+    note = _comment_text("; ".join(text for text in (source, said.note) if text))
     return f"{key.partition('.')[2]} = {_toml_value(value)}" + (f"  # {note}" if note else "")
 
 
 def _habit_lines(config: Conversion) -> list[str]:
-    """Settings that change how the trainer behaves, which no key of a job says."""
+    """Return comment lines on settings that change the trainer's behaviour, for which jobs have no key."""
     head = [
         "# Settings that no key of a job file expresses; phalanx check takes them into account on that file itself."
     ]
-    said = [f"#   {name} = {_comment_text(str(value))}" for name, value in config.practice.items()]
-    return [*head, *said, ""] if said else []
+    practices = [f"#   {name} = {_comment_text(str(value))}" for name, value in config.practice.items()]
+    return [*head, *practices, ""] if practices else []
 
 
 def _unmapped_lines(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[str]:
@@ -59,18 +65,21 @@ def _unmapped_lines(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[
     head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
     return [
         head,
-        *(f"#   {_comment_text(one.key)} = {_comment_text(one.value)}: {_comment_text(one.why)}" for one in unmapped),
+        *(
+            f"#   {_comment_text(setting.key)} = {_comment_text(setting.value)}: {_comment_text(setting.why)}"
+            for setting in unmapped
+        ),
     ]
 
 
 def _comment_text(text: str) -> str:
-    """One line, printable, short."""
-    clean = "".join(one if one.isprintable() else "?" for one in text)
+    """Shorten a text to 160 printable characters in one line."""
+    clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= 160 else clean[:159] + "…"
 
 
 def _toml_value(value: object) -> str:
-    """A value as TOML writes it.
+    """Return a value as TOML.
 
     >>> _toml_value(True), _toml_value(1e-8), _toml_value([0.9, 0.95]), _toml_value({"a": 1})
     ('true', '1e-08', '[0.9, 0.95]', '{ a = 1 }')
@@ -81,10 +90,10 @@ def _toml_value(value: object) -> str:
         case int() | float():
             return repr(value)
         case list() if value and isinstance(value[0], dict):
-            return "[\n" + "".join(f"  {_toml_value(one)},\n" for one in value) + "]"
+            return "[\n" + "".join(f"  {_toml_value(item)},\n" for item in value) + "]"
         case list() | tuple():
-            return "[" + ", ".join(_toml_value(one) for one in value) + "]"
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
         case dict():
-            return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
+            return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
         case _:
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Models by the names that other trainers' files give them (known_models.toml), as presets or shapes of ours."""
+"""Public models by their names in other trainers' files (known_models.toml), as presets or shapes of the job schema."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from functools import cache
 from phalanx.io.files import shipped_text
 from phalanx.rules.foreign.conversion import Conversion
 
-# Models that are built around a known one: what they add is not in its shape.
+# Models that are built around a known one: their additional parts are not in its shape.
 _MORE = re.compile(
-    # weights in few bits, or without some of them: another model to train
+    # weights in few bits, or pruned: another model to train
     r"(?<![a-z0-9])(w\d+a\d+|gptq|awq|gguf|bnb|nf4|int[48]|[48]-?bits?|fp[48]|mxfp4|nvfp4|pruned|sparse)(?![a-z0-9])"
     r"|llava|vision|sharegpt4v|audio|omni|(?<![a-z0-9])(vl|vlm|mm|video)(?![a-z0-9])"
 )
-# A known model with other sizes is another one (model_config and overrides_of_model_config of Axolotl, and their like).
+# A known model with other sizes is another model (model_config and overrides_of_model_config of Axolotl, and
+# similar ones).
 _CHANGES = re.compile(r"(--)?(overrides_of_model_config|model_config|config_overrides|override_config)[._]")
 _SIZES = re.compile(r"hidden_size|layers|heads|intermediate_size|experts|vocab_size")
 GIVE_SHAPE = "give --set model.hf_config=config.json"
@@ -30,14 +31,14 @@ class KnownModel:
     name: str
     preset: str = ""
     shape: Mapping[str, object] = field(default_factory=dict)
-    hugging_face: str = ""  # a regular expression for the end of its name there
-    nemo: tuple[str, ...] = ()  # classes
+    hugging_face: str = ""  # a regular expression for the end of its name on Hugging Face
+    nemo: tuple[str, ...] = ()  # class names
     torchtitan: tuple[str, ...] = ()  # "model flavour"
 
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """All of them, in the order of the file."""
+    """Return all known models, in the order of the file."""
     table = tomllib.loads(shipped_text(__file__, "known_models.toml"))
     return tuple(
         KnownModel(
@@ -53,39 +54,39 @@ def known_models() -> tuple[KnownModel, ...]:
 
 
 def model_of_hugging_face(name: str) -> KnownModel | None:
-    """The model of a name there, or of a folder that is called alike; None where it is not known.
+    """Return the model of a Hugging Face name, or of a folder with that name; None if it is not known.
 
-    A size is anchored: a 1B is never taken for a 1.5B, nor a Qwen2.5-VL for a Qwen2.5.
+    A size is anchored: a 1B is never mistaken for a 1.5B, nor a Qwen2.5-VL for a Qwen2.5.
 
     >>> model_of_hugging_face("NousResearch/Meta-Llama-3.1-8B-Instruct").name
     'llama-3-8b'
     >>> model_of_hugging_face("Qwen/Qwen2.5-VL-7B-Instruct") is None
     True
     """
-    word = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")[:200]
-    for one in () if _MORE.search(word) else known_models():
-        if one.hugging_face and re.search(rf"(?<![a-z0-9]){one.hugging_face}(?![\d.])", word):
-            return one
+    short_name = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")[:200]
+    for model in () if _MORE.search(short_name) else known_models():
+        if model.hugging_face and re.search(rf"(?<![a-z0-9]){model.hugging_face}(?![\d.])", short_name):
+            return model
     return None
 
 
 def model_of_class(name: str) -> KnownModel | None:
-    """The model of a configuration class of NeMo 2 or Megatron-Bridge.
+    """Return the model of a configuration class of NeMo 2 or Megatron-Bridge.
 
     >>> model_of_class("Llama32ModelProvider1B").name, model_of_class("MyConfig")
     ('llama-3.2-1b', None)
     """
-    word = name.replace("ModelProvider", "Config")
-    return next((one for one in known_models() if word in one.nemo), None)
+    class_name = name.replace("ModelProvider", "Config")
+    return next((model for model in known_models() if class_name in model.nemo), None)
 
 
 def model_of_flavour(model: str, flavour: str) -> KnownModel | None:
-    """The model of a flavour of torchtitan, both in lower case."""
-    return next((one for one in known_models() if f"{model} {flavour}" in one.torchtitan), None)
+    """Return the model of a flavour of torchtitan, both in lower case."""
+    return next((known_model for known_model in known_models() if f"{model} {flavour}" in known_model.torchtitan), None)
 
 
 def set_known_model(config: Conversion, model: KnownModel, *names: str, note: str = "") -> None:
-    """[model] as this one has it."""
+    """Set the [model] section to a known model."""
     if model.preset:
         config.set_value("model.preset", model.preset, *names, note=note)
         return
@@ -95,13 +96,15 @@ def set_known_model(config: Conversion, model: KnownModel, *names: str, note: st
 
 
 def read_named_model(config: Conversion, key: str) -> None:
-    """[model] from a name on Hugging Face."""
+    """Set the [model] section from a name on Hugging Face."""
     leaf = config.find_leaf(key)
     if leaf is None:
         return
-    changed = next((one for one in config.leaves if _CHANGES.match(one) and _SIZES.search(one)), "")
-    if changed:
-        config.leave_unmapped(key, f"{changed} changes its shape: {GIVE_SHAPE}")
+    changing_key = next(
+        (leaf_key for leaf_key in config.leaves if _CHANGES.match(leaf_key) and _SIZES.search(leaf_key)), ""
+    )
+    if changing_key:
+        config.leave_unmapped(key, f"{changing_key} changes its shape: {GIVE_SHAPE}")
     elif model := model_of_hugging_face(str(leaf.value)):
         set_known_model(config, model, key)
     else:

@@ -1,8 +1,8 @@
-"""What a script leaves to others: to its launcher, to files, and to a program of which nobody here knows the defaults.
+"""Settings that a launch script leaves to its launcher, to files, or to a program's unknown defaults.
 
-A default is known only where the program is: of transformers' own examples, by name and arguments. Two arguments that
-only Hugging Face's TrainingArguments has show its parser, and with it that no layer is split and that there are no
-stages; who shards, how often a step accumulates, the format and recomputation the program may set by itself.
+A program's defaults are known only for transformers' own examples, identified by name and arguments. Two arguments
+that only Hugging Face's TrainingArguments has identify its parser, and then no layer is split and there are no
+stages; the program may still set sharding, accumulation, format and recomputation itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from phalanx.rules.foreign.conversion import Conversion, Leaf
 from phalanx.rules.foreign.shell.named_settings import FSDP_FILE, LAUNCH_FILE, LAUNCH_JSON, UNREAD
 from phalanx.rules.foreign.shell.training_command import ACCELERATE
 
-PROGRAM = "verb.program"  # leaves of our own: the file that is started, and what starts it
+# Leaves added by the script reader: the file that is started, and what starts it
+PROGRAM = "verb.program"
 LAUNCHER = "verb.launcher"
-PROGRAM_FILE = "program_file."  # the file that a program's --config names, where it cannot be read
-# Arguments that only TrainingArguments has. Loops of people's own have its other words too: save_steps, warmup_ratio.
+# Prefix for the file that a program's --config names, if it cannot be read
+PROGRAM_FILE = "program_file."
+# Arguments that only TrainingArguments has. Custom training loops have its other names too: save_steps,
+# warmup_ratio.
 ONLY_TRAINER = frozenset(
     [
         *("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy", "ddp_timeout", "tf32"),
@@ -47,7 +50,7 @@ ONLY_TRAINER = frozenset(
     ]
 )
 LEAST_ONLY = 2
-# With the name of a program that is known, arguments are enough that others have too.
+# If the program's name is known, arguments that other programs have too are sufficient.
 ALSO_TRAINER = ONLY_TRAINER | frozenset(
     [
         *("save_total_limit", "eval_steps", "logging_steps", "overwrite_output_dir", "dataloader_num_workers", "optim"),
@@ -56,19 +59,20 @@ ALSO_TRAINER = ONLY_TRAINER | frozenset(
     ]
 )
 LEAST = 2
-PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and their kin: TrainingArguments with more fields
+# Of FastChat, LLaVA and similar ones: TrainingArguments with more fields
+PROGRAMS = frozenset({"train_mem.py"})
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
     r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"
 )
-# Arguments, and what DeepSpeed's JSON calls the same; the Trainer refuses two that differ (integrations/deepspeed.py).
+# Arguments, and their names in DeepSpeed's JSON; the Trainer refuses two that differ (integrations/deepspeed.py).
 PAIRS = (
     ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "batch.micro"),
     ("gradient_accumulation_steps", "gradient_accumulation_steps", "batch.per_replica"),
     ("bf16", "bf16.enabled", "precision.compute"),
     ("fp16", "fp16.enabled", "precision.compute"),
 )
-# An argument that the Trainer has not, and that says how a program shards, in which format, or with what file.
+# Arguments that the Trainer does not have, and that set how a program shards, in which format, or with which file.
 _SHARDS = re.compile(r"deepspeed|(^|_)zero(_|\d|$)|fsdp|(^|_)shard")
 _TRAINERS_OWN = re.compile(r"deepspeed|fsdp|fsdp_config|fsdp_min_num_params|fsdp_transformer_layer_cls_to_wrap")
 _FORMATS = ("precision", "mixed_precision")
@@ -77,7 +81,7 @@ _ON = ("true", "yes", "1", "on")
 
 
 def why_open(config: Conversion) -> str:
-    """Why what the script does not say may be anything; empty where the defaults are the Trainer's."""
+    """Return why settings that the script leaves out may have any value; empty if the Trainer's defaults apply."""
     if (leaf := config.leaves.get(PROGRAM_FILE + UNREAD)) is not None:
         return f"its program reads {leaf.value}, and {leaf.unknown}"
     launcher = config.leaves.get(LAUNCHER)
@@ -99,33 +103,33 @@ def why_open(config: Conversion) -> str:
 
 
 def _is_trainer(config: Conversion) -> bool:
-    """Whether the program has the parser of transformers' TrainingArguments: that splits no layer and has no stages."""
+    """Return whether the program has the parser of transformers' TrainingArguments: no split layers, no stages."""
     leaf = config.leaves.get(PROGRAM)
-    named = leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value)) is not None)
-    if named and len(ALSO_TRAINER & config.names.keys()) >= LEAST:
+    is_named = leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value)) is not None)
+    if is_named and len(ALSO_TRAINER & config.names.keys()) >= LEAST:
         return True
     return len(ONLY_TRAINER & config.names.keys()) >= LEAST_ONLY
 
 
 def _is_example(config: Conversion) -> bool:
-    """Whether it is a program of transformers' own, by name and arguments: only these have no defaults but its."""
+    """Return whether it is one of transformers' own programs, which have no other defaults than its."""
     leaf = config.leaves.get(PROGRAM)
     return leaf is not None and EXAMPLES.fullmatch(str(leaf.value)) is not None and _is_trainer(config)
 
 
 def _own_default(config: Conversion) -> str:
-    """Why what nobody says may not be the Trainer's default, though the program has its parser."""
+    """Return why the program may have another default than the Trainer's, although it has its parser."""
     leaf = config.leaves.get(PROGRAM)
     name = str(leaf.value)[:60] if leaf is not None else "the program"
     return "" if _is_example(config) else f"{name} may have a default of its own"
 
 
 def settle_names(config: Conversion) -> None:
-    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`; a switch of that name says no file."""
-    said = config.find_leaf("deepspeed")
-    if said is not None and said.value is True:
-        config.read_as["deepspeed"] = replace(said, value=None)
-    if said is None or said.value is True:
+    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`; a switch of that name gives no file."""
+    deepspeed_leaf = config.find_leaf("deepspeed")
+    if deepspeed_leaf is not None and deepspeed_leaf.value is True:
+        config.read_as["deepspeed"] = replace(deepspeed_leaf, value=None)
+    if deepspeed_leaf is None or deepspeed_leaf.value is True:
         for name in ("deepspeed_config", "deepspeed_config_file", "ds_config"):
             leaf = config.find_leaf(name)
             if leaf is not None and leaf.value is not True:
@@ -134,7 +138,7 @@ def settle_names(config: Conversion) -> None:
 
 
 def settle_launched(config: Conversion) -> None:
-    """After the Trainer's words: what the launcher, its files and a fork's arguments say, and what stays open."""
+    """Apply the launcher, its files and a fork's arguments after the Trainer's, and mark what stays unknown."""
     _settle_machines(config)
     words = str(leaf.value) if (leaf := config.find_leaf("fsdp")) is not None else ""
     _set_hybrid(config, "hybrid_shard" in words, "fsdp")
@@ -145,11 +149,11 @@ def settle_launched(config: Conversion) -> None:
     settle_contradictions(config, PAIRS)
 
 
-# ---- what the launcher says -----------------------------------------------------------------------------------------
+# ---- the launcher's settings -----------------------------------------------------------------------------------------
 
 
 def _said(config: Conversion, name: str, *sections: str) -> Leaf | None:
-    """An argument of accelerate launch, or else what its file says."""
+    """Return an argument of accelerate launch, or else the setting of its file."""
     keys = (f"{ACCELERATE}{name}", *(f"{LAUNCH_FILE}{section}{name}" for section in ("", *sections)))
     return next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None and leaf.value is not None), None)
 
@@ -160,7 +164,7 @@ def _by_accelerate(config: Conversion) -> bool:
 
 
 def _kind(config: Conversion) -> str:
-    """Who shards, as the launcher is told: "deepspeed", "fsdp", "ddp", another word, or nothing."""
+    """Return who shards according to the launcher: "deepspeed", "fsdp", "ddp", another word, or nothing."""
     for flag, kind in (("use_deepspeed", "deepspeed"), ("use_fsdp", "fsdp"), ("use_megatron_lm", "megatron_lm")):
         if f"{ACCELERATE}{flag}" in config.leaves:
             return kind
@@ -177,10 +181,10 @@ def _settle_machines(config: Conversion) -> None:
     if not _by_accelerate(config):
         return
     world, hosts = _said(config, "num_processes"), _said(config, "num_machines")
-    read = any(key.startswith(LAUNCH_FILE) and not key.endswith(UNREAD) for key in config.leaves)
+    has_file = any(key.startswith(LAUNCH_FILE) and not key.endswith(UNREAD) for key in config.leaves)
     count = _whole(world)
-    places = _whole(hosts) if hosts is not None else 1 if read else 0
-    config.machines = (places, count // places) if count and places and count % places == 0 else (0, 0)
+    num_hosts = _whole(hosts) if hosts is not None else 1 if has_file else 0
+    config.machines = (num_hosts, count // num_hosts) if count and num_hosts and count % num_hosts == 0 else (0, 0)
     for leaf in (world, hosts):
         if leaf is not None:
             config.mark_used(leaf.key, by="cluster: hosts × devices")
@@ -191,16 +195,18 @@ def _whole(leaf: Leaf | None) -> int:
     return int(text) if re.fullmatch(r"\d{1,6}", text) else 0
 
 
-# ---- who shards -----------------------------------------------------------------------------------------------------
+# ---- sharding --------------------------------------------------------------------------------------------------------
 
 
 def _settle_sharding(config: Conversion) -> None:
     words = config.find_leaf("fsdp")
     if words is not None and "no_shard" in str(words.value):
         config.set_value("parallel.zero", 0, "fsdp", note="no_shard")
-    again = config.leaves.get(f"{FSDP_FILE}reshard_after_forward")
-    if words is not None and again is not None and str(again.value).lower() == "false":  # FSDP 2: weights stay gathered
-        config.set_value("parallel.zero", 2, again.key, note="FSDP")
+    reshard = config.leaves.get(f"{FSDP_FILE}reshard_after_forward")
+    if (
+        words is not None and reshard is not None and str(reshard.value).lower() == "false"
+    ):  # FSDP 2: weights stay gathered
+        config.set_value("parallel.zero", 2, reshard.key, note="FSDP")
     if _program_shards(config):
         return
     if config.has_leaf("zero_stage") and not _by_accelerate(config):
@@ -213,27 +219,27 @@ def _settle_sharding(config: Conversion) -> None:
     if _by_accelerate(config):
         _settle_launched_sharding(config)
         return
-    own = next((k for n, k in config.names.items() if _SHARDS.search(n) and not _TRAINERS_OWN.fullmatch(n)), "")
-    if own:
-        config.unknown["parallel.zero"] = f"{own} is an argument of the program's own"
+    own_key = next((k for n, k in config.names.items() if _SHARDS.search(n) and not _TRAINERS_OWN.fullmatch(n)), "")
+    if own_key:
+        config.unknown["parallel.zero"] = f"{own_key} is an argument of the program's own"
     elif (leaf := config.leaves.get(LAUNCHER)) is not None and leaf.value == "deepspeed":
         config.unknown["parallel.zero"] = "deepspeed starts it, and the script names no configuration of DeepSpeed's"
-    elif (name := _switched_on(config, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")) and not own:
+    elif (name := _switched_on(config, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")) and not own_key:
         config.unknown["parallel.zero"] = f"{name} of the environment turns it on"
     elif (words is None or not str(words.value)) and (why := config.open_why or _own_default(config)):
         config.unknown.setdefault("parallel.zero", why)
 
 
 def _switched_on(config: Conversion, *names: str) -> str:
-    """The variable that tells Accelerate in place of its launcher."""
-    said = ((name, config.leaves.get(f"env.{name}")) for name in names)
+    """Return the environment variable that configures Accelerate in place of its launcher; empty if none is on."""
+    variables = ((name, config.leaves.get(f"env.{name}")) for name in names)
     return next(
-        (name for name, leaf in said if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), ""
+        (name for name, leaf in variables if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), ""
     )
 
 
 def _program_shards(config: Conversion) -> bool:
-    """Whether the program itself is told DeepSpeed's file, or FSDP's words."""
+    """Return whether the program itself gets DeepSpeed's file, or FSDP's settings."""
     for name in ("deepspeed", "fsdp"):
         leaf = config.find_leaf(name)
         if leaf is not None and (leaf.unknown or str(leaf.value) not in ("", "False", "false")):
@@ -243,22 +249,22 @@ def _program_shards(config: Conversion) -> bool:
 
 def _settle_launched_sharding(config: Conversion) -> None:
     kind, stage, leaf = _kind(config), -1, None
-    json = any(key.startswith(LAUNCH_JSON) for key in config.leaves)
-    if kind == "deepspeed" and json:
+    has_json = any(key.startswith(LAUNCH_JSON) for key in config.leaves)
+    if kind == "deepspeed" and has_json:
         leaf = config.leaves.get(f"{LAUNCH_JSON}zero_optimization.stage")
-        absent = leaf is None and LAUNCH_JSON + UNREAD not in config.leaves
-        stage = 0 if absent else _stage(leaf)
+        is_absent = leaf is None and LAUNCH_JSON + UNREAD not in config.leaves
+        stage = 0 if is_absent else _stage(leaf)
     elif kind == "deepspeed":
         leaf = _said(config, "zero_stage", "deepspeed_config.")
         stage = _stage(leaf)
     elif kind == "fsdp":
         leaf = _said(config, "fsdp_sharding_strategy", "fsdp_config.")
-        again = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
-        leaf = leaf or again
+        reshard = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
+        leaf = leaf or reshard
         word = str(leaf.value).lower() if leaf is not None else ""
         _set_hybrid(config, word in HYBRID, *((leaf.key,) if leaf is not None else ()))
-        known = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
-        stage = known.get(word, 3 if not word and not config.open_why else -1)
+        stages = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
+        stage = stages.get(word, 3 if not word and not config.open_why else -1)
     elif kind == "ddp":
         stage = 0
     kinds = (f"{ACCELERATE}multi_gpu", f"{ACCELERATE}use_fsdp", f"{LAUNCH_FILE}distributed_type")
@@ -268,18 +274,18 @@ def _settle_launched_sharding(config: Conversion) -> None:
     config.set_value("parallel.zero", max(0, stage), *names, note="" if names else "accelerate launch")
     if stage < 0 or (leaf is not None and leaf.unknown):
         unread = config.leaves.get(LAUNCH_JSON + UNREAD)
-        why = unread.unknown if unread is not None else config.open_why
-        config.unknown["parallel.zero"] = why or "accelerate launch is not told how far it shards"
+        reason = unread.unknown if unread is not None else config.open_why
+        config.unknown["parallel.zero"] = reason or "accelerate launch is not told how far it shards"
     _settle_offload(config)
 
 
 def _set_hybrid(config: Conversion, hybrid: bool, *names: str) -> None:
-    """Shards within a host, copies between hosts: as large as a host has devices."""
+    """Set shards within a host and copies between hosts: the shard group has as many ranks as a host has devices."""
     if not hybrid:
         return
-    each = config.machines[1]
-    config.set_value("parallel.shard", each or "auto", *names, note="hybrid: within a host")
-    if not each:
+    devices_each = config.machines[1]
+    config.set_value("parallel.shard", devices_each or "auto", *names, note="hybrid: within a host")
+    if not devices_each:
         config.unknown["parallel.shard"] = "hybrid: within a host, whose devices are not said"
 
 
@@ -289,11 +295,11 @@ def _stage(leaf: Leaf | None) -> int:
 
 
 def _settle_offload(config: Conversion) -> None:
-    for what, ours in (("optimizer", "optimizer"), ("param", "parameters")):
-        leaf = _said(config, f"offload_{what}_device", "deepspeed_config.")
-        leaf = config.leaves.get(f"{LAUNCH_JSON}zero_optimization.offload_{what}.device") or leaf
+    for state_kind, offloaded in (("optimizer", "optimizer"), ("param", "parameters")):
+        leaf = _said(config, f"offload_{state_kind}_device", "deepspeed_config.")
+        leaf = config.leaves.get(f"{LAUNCH_JSON}zero_optimization.offload_{state_kind}.device") or leaf
         if leaf is not None and str(leaf.value).lower() in ("cpu", "nvme"):
-            config.set_value("parallel.offload", ours, leaf.key)
+            config.set_value("parallel.offload", offloaded, leaf.key)
     leaf = _said(config, "fsdp_offload_params", "fsdp_config.")
     if _kind(config) == "fsdp" and leaf is not None and str(leaf.value).lower() in _ON:
         config.set_value("parallel.offload", "parameters", leaf.key)
@@ -307,26 +313,27 @@ def _settle_precision(config: Conversion) -> None:
         return
     if any((leaf := config.find_leaf(name)) is not None and leaf.unknown for name in ("bf16", "fp16")):
         return
-    found = [_said(config, "mixed_precision")] if _by_accelerate(config) else []
-    found += [config.find_leaf(name) for name in _FORMATS]
-    for leaf in found:
-        word = str(leaf.value).lower() if leaf is not None and not leaf.unknown else ""
-        if leaf is not None and word in ("bf16", "fp16", "fp8"):
+    format_leaves = [_said(config, "mixed_precision")] if _by_accelerate(config) else []
+    format_leaves += [config.find_leaf(name) for name in _FORMATS]
+    for leaf in format_leaves:
+        format_word = str(leaf.value).lower() if leaf is not None and not leaf.unknown else ""
+        if leaf is not None and format_word in ("bf16", "fp16", "fp8"):
             config.unknown.pop("precision.compute", None)
-            config.set_value("precision.compute", word, leaf.key)
+            config.set_value("precision.compute", format_word, leaf.key)
             return
     for prefix in ("ds.", LAUNCH_JSON):
-        for name, ours in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        for name, compute in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
             leaf = config.leaves.get(f"{prefix}{name}.enabled")
             if leaf is not None and leaf.value is True and not leaf.unknown:
                 config.unknown.pop("precision.compute", None)
-                config.set_value("precision.compute", ours, leaf.key)
+                config.set_value("precision.compute", compute, leaf.key)
                 return
     if config.has_leaf("env.ACCELERATE_MIXED_PRECISION"):
         config.unknown.setdefault("precision.compute", "ACCELERATE_MIXED_PRECISION of the environment says it")
-    stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # as --bf16 False
-    other = any(leaf is not None for leaf in found) or any(config.has_leaf(name) for name in _LOADS)
-    if other or not _is_example(config) or (config.open_why and not stated):
+    # Such as --bf16 False
+    is_stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))
+    has_other = any(leaf is not None for leaf in format_leaves) or any(config.has_leaf(name) for name in _LOADS)
+    if has_other or not _is_example(config) or (config.open_why and not is_stated):
         config.unknown.setdefault(
             "precision.compute", config.open_why or "the program loads its model in a format of its choice"
         )
@@ -338,20 +345,22 @@ def _settle_precision(config: Conversion) -> None:
 def _settle_recompute(config: Conversion) -> None:
     if config.job_value("parallel.recompute") == "full":
         return
-    own = config.find_leaf("fsdp")
-    on, unread = None, ""
-    if own is not None and str(own.value) not in ("", "False"):
+    fsdp_leaf = config.find_leaf("fsdp")
+    checkpointing, reason_unread = None, ""
+    if fsdp_leaf is not None and str(fsdp_leaf.value) not in ("", "False"):
         keys = (f"{FSDP_FILE}{name}activation_checkpointing" for name in ("", "fsdp_"))
-        on = next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None), None)
-        unread = config.leaves[FSDP_FILE + UNREAD].unknown if FSDP_FILE + UNREAD in config.leaves else ""
+        checkpointing = next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None), None)
+        reason_unread = config.leaves[FSDP_FILE + UNREAD].unknown if FSDP_FILE + UNREAD in config.leaves else ""
     elif _by_accelerate(config) and not _program_shards(config) and _kind(config) in ("fsdp", ""):
-        on = _said(config, "fsdp_activation_checkpointing", "fsdp_config.")
-        unread = config.open_why if on is None else ""
-    if on is not None and not on.unknown and str(on.value).lower() in _ON:
+        checkpointing = _said(config, "fsdp_activation_checkpointing", "fsdp_config.")
+        reason_unread = config.open_why if checkpointing is None else ""
+    if checkpointing is not None and not checkpointing.unknown and str(checkpointing.value).lower() in _ON:
         config.unknown.pop("parallel.recompute", None)
-        config.set_value("parallel.recompute", "full", on.key, note="FSDP")
-    elif unread or (on is not None and on.unknown):
-        config.unknown.setdefault("parallel.recompute", unread or "activation_checkpointing of FSDP is not known")
+        config.set_value("parallel.recompute", "full", checkpointing.key, note="FSDP")
+    elif reason_unread or (checkpointing is not None and checkpointing.unknown):
+        config.unknown.setdefault(
+            "parallel.recompute", reason_unread or "activation_checkpointing of FSDP is not known"
+        )
     elif not config.has_leaf("gradient_checkpointing") and not _is_example(config):
         config.unknown.setdefault("parallel.recompute", config.open_why or "the program may turn it on by itself")
 
@@ -360,15 +369,15 @@ def _settle_recompute(config: Conversion) -> None:
 
 
 def _settle_batch(config: Conversion) -> None:
-    """How often a step accumulates, where nobody tells the program: its own default, or the launcher's."""
+    """Read the accumulation per step if no argument gives it: the program's default, or the launcher's."""
     if config.read_flag("auto_find_batch_size"):
-        why = "auto_find_batch_size halves the batch until it fits"
-        config.unknown |= dict.fromkeys(("batch.micro", "batch.per_replica"), why)
+        reason = "auto_find_batch_size halves the batch until it fits"
+        config.unknown |= dict.fromkeys(("batch.micro", "batch.per_replica"), reason)
     if config.has_leaf("gradient_accumulation_steps"):
         return
     leaf = _said(config, "gradient_accumulation_steps", "deepspeed_config.") if _by_accelerate(config) else None
-    launched = leaf is not None and str(leaf.value) not in ("1", "auto")
-    why = config.open_why or _own_default(config)
-    if why or launched:
+    is_launched = leaf is not None and str(leaf.value) not in ("1", "auto")
+    reason = config.open_why or _own_default(config)
+    if reason or is_launched:
         config.values.pop("batch.per_replica", None)
-        config.unknown["batch.per_replica"] = why or "accelerate launch accumulates, and its program may not"
+        config.unknown["batch.per_replica"] = reason or "accelerate launch accumulates, and its program may not"

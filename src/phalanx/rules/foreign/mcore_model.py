@@ -1,4 +1,4 @@
-"""The model in Megatron Core's words: sizes, norms, positions, experts, latent attention, vocabulary."""
+"""The [model] section from Megatron Core's settings: sizes, norms, positions, experts, latent attention, vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def translate_shape(config: Conversion) -> None:
-    """Fill [model]."""
+    """Translate the model's shape into the [model] section."""
     _read_shape(config)
     _read_details(config)
     _read_experts(config)
@@ -29,12 +29,13 @@ def translate_shape(config: Conversion) -> None:
 
 
 def _read_shape(config: Conversion) -> None:
-    for name, ours in SIZES.items():
+    for name, model_key in SIZES.items():
         if (size := config.read_whole(name)) is not None and size > 0:
-            config.set_value(f"model.{ours}", size, name)
+            config.set_value(f"model.{model_key}", size, name)
     hidden = config.int_of("model.hidden", 0)
     gated = bool(config.read_flag("swiglu")) or bool(config.read_flag("gated_linear_unit"))
     if hidden and "model.ffn" not in config.values:
+        # Megatron's default of the feed-forward width, rounded down to a multiple of 64 with SwiGLU.
         width = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         config.assume_default("model.ffn", width, "4 × hidden, two thirds of that with SwiGLU")
     if (groups := config.read_whole("num_query_groups")) is not None and groups > 0:
@@ -54,16 +55,18 @@ def _read_details(config: Conversion) -> None:
     config.set_value("model.norm", "rms" if "rms" in norm else "layer", "normalization")
     if (epsilon := config.read_number("norm_epsilon")) is not None:
         config.set_value("model.norm_eps", epsilon, "norm_epsilon")
-    without = config.read_flag("disable_bias_linear") is True or config.read_flag("add_bias_linear") is False
-    config.set_value("model.bias", not without, "disable_bias_linear", "add_bias_linear")
-    if (biased := config.read_flag("add_qkv_bias")) is not None:
-        config.set_value("model.qkv_bias", biased, "add_qkv_bias")
-    if (normed := config.read_flag("qk_layernorm")) is not None:
-        config.set_value("model.qk_norm", normed, "qk_layernorm")
-    tied = config.read_flag("share_embeddings_and_output_weights")
-    if tied is None:
-        tied = not config.read_flag("untie_embeddings_and_output_weights")
-    config.set_value("model.tied", tied, "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
+    has_no_bias = config.read_flag("disable_bias_linear") is True or config.read_flag("add_bias_linear") is False
+    config.set_value("model.bias", not has_no_bias, "disable_bias_linear", "add_bias_linear")
+    if (has_qkv_bias := config.read_flag("add_qkv_bias")) is not None:
+        config.set_value("model.qkv_bias", has_qkv_bias, "add_qkv_bias")
+    if (has_qk_norm := config.read_flag("qk_layernorm")) is not None:
+        config.set_value("model.qk_norm", has_qk_norm, "qk_layernorm")
+    is_tied = config.read_flag("share_embeddings_and_output_weights")
+    if is_tied is None:
+        is_tied = not config.read_flag("untie_embeddings_and_output_weights")
+    config.set_value(
+        "model.tied", is_tied, "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
+    )
     if not config.read_flag("swiglu") and not config.read_flag("gated_linear_unit"):
         config.assume_default("model.activation", "gelu_tanh")
     _read_positions(config)
@@ -81,16 +84,17 @@ def _read_positions(config: Conversion) -> None:
         config.set_value("model.positions", "alibi", "position_embedding_type")
         config.skip_leaf("max_position_embeddings", "ALiBi has no table")
         return
-    reach = config.read_whole("max_position_embeddings") or config.read_whole("seq_length") or 0
+    max_positions = config.read_whole("max_position_embeddings") or config.read_whole("seq_length") or 0
     if kind != "learned_absolute":
         config.leave_unmapped("position_embedding_type", "the job schema knows rope and learned positions here")
     config.set_value("model.positions", "learned", "position_embedding_type")
-    config.set_value("model.max_positions", reach, "max_position_embeddings")
+    config.set_value("model.max_positions", max_positions, "max_position_embeddings")
     config.skip_leaf("rotary_base", "positions are learned")
 
 
 def _read_experts(config: Conversion) -> None:
-    if config.int_of("model.experts", 0) <= 1:  # Megatron-DeepSpeed writes 1 for a dense model
+    # Megatron-DeepSpeed writes 1 for a dense model
+    if config.int_of("model.experts", 0) <= 1:
         for name in ("expert_ffn", "experts_per_token", "experts"):
             config.values.pop(f"model.{name}", None)
         for name in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):
@@ -113,13 +117,13 @@ def _dense_layers(config: Conversion) -> None:
     leaf = config.find_leaf("moe_layer_freq")
     if leaf is None:
         return
-    found = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d{1,4})\s*\+\s*\[1\]\s*\*\s*\d{1,4}\)?", str(leaf.value).strip("\"' "))
-    if found:
-        config.set_value("model.dense_layers", int(found.group(1)), "moe_layer_freq")
-    elif isinstance(leaf.value, list) and all(one in (0, 1) for one in leaf.value):
-        dense = (leaf.value.index(1) if 1 in leaf.value else len(leaf.value)) if leaf.value else 0
-        if all(one == 1 for one in leaf.value[dense:]):
-            config.set_value("model.dense_layers", dense, "moe_layer_freq")
+    match = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d{1,4})\s*\+\s*\[1\]\s*\*\s*\d{1,4}\)?", str(leaf.value).strip("\"' "))
+    if match:
+        config.set_value("model.dense_layers", int(match.group(1)), "moe_layer_freq")
+    elif isinstance(leaf.value, list) and all(flag in (0, 1) for flag in leaf.value):
+        num_dense = (leaf.value.index(1) if 1 in leaf.value else len(leaf.value)) if leaf.value else 0
+        if all(flag == 1 for flag in leaf.value[num_dense:]):
+            config.set_value("model.dense_layers", num_dense, "moe_layer_freq")
     elif str(leaf.value) == "1":
         config.set_value("model.dense_layers", 0, "moe_layer_freq")
     if leaf.key not in config.settled:
@@ -149,8 +153,8 @@ def _latent_attention(config: Conversion) -> None:
             config.skip_leaf(name, "no latent attention")
         config.mark_used("multi_latent_attention", by="model.kv_lora_rank = 0")
         return
-    ours = ("kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
-    for (name, default), key in zip(sizes, ours, strict=True):
+    job_keys = ("kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
+    for (name, default), key in zip(sizes, job_keys, strict=True):
         config.set_value(f"model.{key}", config.read_whole(name) or default, name, "multi_latent_attention")
     config.set_value(
         "model.head_dim", config.int_of("model.qk_nope_dim") + config.int_of("model.qk_rope_dim"), "qk_head_dim"
@@ -159,27 +163,29 @@ def _latent_attention(config: Conversion) -> None:
 
 
 def _read_vocabulary(config: Conversion) -> None:
-    """Stated, or of a known tokenizer; Megatron pads it to whole shares of the tensor ranks."""
+    """Read the vocabulary size, given or of a known tokenizer; Megatron pads it to divide over the tensor ranks."""
     size = config.read_whole("padded_vocab_size") or config.read_whole("pad_vocab_size_to")
     name = "padded_vocab_size" if config.has_leaf("padded_vocab_size") else "pad_vocab_size_to"
     if size:
         config.set_value("model.vocab", size, name)
         return
-    said = config.read_whole("vocab_size")
-    if said:
-        config.set_value("model.vocab", said, "vocab_size")
+    vocab_size = config.read_whole("vocab_size")
+    if vocab_size:
+        config.set_value("model.vocab", vocab_size, "vocab_size")
         return
-    words = {
+    tokenizer_names = {
         name: str(leaf.value)
         for name in ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file")
         if (leaf := config.find_leaf(name)) is not None and not leaf.unknown
     }
-    known = vocabulary_of(words)
-    if known is None:
+    tokenizer_size = vocabulary_of(tokenizer_names)
+    if tokenizer_size is None:
         return
     if extra := config.read_whole("extra_vocab_size"):
-        known += extra
+        tokenizer_size += extra
     multiple = config.read_whole("make_vocab_size_divisible_by") or 128
     unit = multiple * config.int_of("parallel.tensor", config.read_whole("tensor_model_parallel_size") or 1)
-    note = f"{known:,} of the tokenizer padded to {unit}"
-    config.set_value("model.vocab", padded_size(known, unit), *words, "make_vocab_size_divisible_by", note=note)
+    note = f"{tokenizer_size:,} of the tokenizer padded to {unit}"
+    config.set_value(
+        "model.vocab", padded_size(tokenizer_size, unit), *tokenizer_names, "make_vocab_size_divisible_by", note=note
+    )

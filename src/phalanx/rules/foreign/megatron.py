@@ -1,4 +1,4 @@
-"""Megatron-LM's argument list, alone or in the shell script that launches it."""
+"""Reader of Megatron-LM's arguments, alone or in the shell script that launches it."""
 
 from __future__ import annotations
 
@@ -167,30 +167,30 @@ UNMAPPED = {
 
 
 def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
-    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
+    """Read a script or a text, or Megatron's own test recipes: YAML with MODEL_ARGS and ENV_VARS."""
     if path.suffix in (".yaml", ".yml"):
-        short = {
+        renamed = {
             key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
         }
-        return ReadConfig(leaves={key: replace(leaf, key=key) for key, leaf in short.items()})
+        return ReadConfig(leaves={key: replace(leaf, key=key) for key, leaf in renamed.items()})
     reading = read_script(path, variables)
     if not reading.commands:
-        told = mistake(
+        error = mistake(
             str(path),
             "has no command that could be read and starts a training program of Megatron",
             why="none of its commands is given arguments such as --num-layers and --micro-batch-size",
             fix="check the script that starts the training",
         )
-        raise TrainsNothingError(told.problems)
-    if all(_trains_nothing(one) for one in reading.commands):
+        raise TrainsNothingError(error.problems)
+    if all(_trains_nothing(command) for command in reading.commands):
         refuse_inference(path)
     leaves = leaves_of_script(reading)
     leaves |= named_json(reading, leaves)
-    open_why = next((one.open_why for one in reading.commands if one.open_why), "")
+    open_why = next((command.open_why for command in reading.commands if command.open_why), "")
     return ReadConfig(leaves=leaves, open_why=open_why or _why_open(reading.commands), notes=notes_of_script(reading))
 
 
-# Arguments that only Megatron's parser has: with its parser a program has its defaults.
+# Arguments that only Megatron's parser has: a program with its parser has its defaults.
 ONLY_MEGATRON = frozenset(
     [
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "micro_batch_size"),
@@ -204,31 +204,32 @@ ONLY_MEGATRON = frozenset(
         *("checkpoint_activations", "no_load_optim", "no_load_rng", "adam_beta2", "min_lr", "mock_data"),
     ]
 )
-LEAST_NAMED, LEAST = 2, 4  # of them: with a program's name that is Megatron's too, and without
+# Number of them required: for a program with a name that is also Megatron's, and for others.
+LEAST_NAMED, LEAST = 2, 4
 
 
 def _why_open(commands: Sequence[TrainingCommand]) -> str:
-    """Why what the script does not say may be anything: its program is not known to be Megatron's."""
-    for one in commands:
-        flags = {canonical_key(flag) for arguments in one.program for flag in arguments}
+    """Return why settings that the script leaves out may have any value: its program is not known to be Megatron's."""
+    for command in commands:
+        flags = {canonical_key(flag) for arguments in command.program for flag in arguments}
         if "yaml_cfg" in flags:
             return "--yaml-cfg names a file that takes the place of all arguments"
-        at = program_at(one.command.argv)
-        name = one.command.argv[at - 1].rpartition("/")[2] if at else ""
-        known = len(flags & ONLY_MEGATRON)
-        if name and known < (LEAST_NAMED if name.startswith("pretrain_") else LEAST):
+        program_index = program_at(command.command.argv)
+        name = command.command.argv[program_index - 1].rpartition("/")[2] if program_index else ""
+        num_known = len(flags & ONLY_MEGATRON)
+        if name and num_known < (LEAST_NAMED if name.startswith("pretrain_") else LEAST):
             return f"{name[:60] if is_known(name) else 'its program'} is not known to have Megatron's defaults"
     return ""
 
 
 def _trains_nothing(command: TrainingCommand) -> bool:
-    """A program that is not called after training and is told neither how long nor how fast: it converts, or evaluates.
+    """Return whether a program converts or evaluates: it has no training name, length or learning rate.
 
-    It is given Megatron's arguments all the same, to build the model.
+    It still gets Megatron's arguments, to build the model.
     """
     flags = {canonical_flag(flag) for arguments in command.program for flag in arguments}
     programs = [word.rpartition("/")[2] for word in command.command.argv if word.endswith(".py")]
-    named = any(re.search(r"train|tune|sft", name) for name in programs)
+    is_training_name = any(re.search(r"train|tune|sft", name) for name in programs)
     lengths = [
         arguments.get(flag, ())
         for arguments in command.program
@@ -236,23 +237,24 @@ def _trains_nothing(command: TrainingCommand) -> bool:
         if canonical_flag(flag) in ("train_iters", "train_samples")
     ]
     if "inference" in flags or (programs and all(is_other_program(name) for name in programs)):
-        return True  # the arguments of a training, to build the model as it was trained
+        # It gets the arguments of a training, to build the model as it was trained
+        return True
     if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
         return True  # --train-iters 0: the loss of a checkpoint is evaluated
-    return bool(programs) and not (named or command.open_why or flags & MEGATRON_SIGNS.asked)
+    return bool(programs) and not (is_training_name or command.open_why or flags & MEGATRON_SIGNS.asked)
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate Megatron-LM's arguments into job settings."""
     config.names |= {canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
     read_machines(config)
-    words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
-    if (word := config.read_word("env.NCCL_ALGO")) in words:
-        config.set_value("comm.algorithm", words[word], "env.NCCL_ALGO")
+    algorithms = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
+    if (algorithm := config.read_word("env.NCCL_ALGO")) in algorithms:
+        config.set_value("comm.algorithm", algorithms[algorithm], "env.NCCL_ALGO")
     mcore.translate_config(config)
     _read_deepspeed(config)
-    if (parts := config.read_whole("ds_sequence_parallel_size")) is not None and parts > 0:
-        config.set_value("parallel.context", parts, "ds_sequence_parallel_size")
+    if (degree := config.read_whole("ds_sequence_parallel_size")) is not None and degree > 0:
+        config.set_value("parallel.context", degree, "ds_sequence_parallel_size")
         config.set_value("parallel.context_kind", "ulysses", "ds_sequence_parallel_size")
     config.settle_rest(
         irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: canonical_key(key) if key.startswith("--") else key
@@ -261,7 +263,7 @@ def translate_config(config: Conversion) -> None:
 
 
 def canonical_key(key: str) -> str:
-    """The argument's name with underscores, of several spellings one.
+    """Return an argument's canonical name, with underscores.
 
     >>> canonical_key("--tensor-model-parallel-size")
     'tensor_model_parallel_size'
@@ -279,16 +281,16 @@ STAGE = "ds.zero_optimization.stage"
 
 
 def _read_deepspeed(config: Conversion) -> None:
-    """Megatron-DeepSpeed: the JSON decides how states are sharded; --zero-stage must say the same."""
+    """Read Megatron-DeepSpeed: the JSON determines how states are sharded; --zero-stage must agree with it."""
     if config.read_flag("no_pipeline_parallel"):
         config.set_value("parallel.pipeline", 1, "no_pipeline_parallel")
     if not config.has_leaf("deepspeed") and "deepspeed" not in config.unreadable:
-        why = "no effect without --deepspeed"
+        reason = "no effect without --deepspeed"
         for key in config.leaves:
             if key.startswith(JSON):
-                config.skip_leaf(key, why)
-        config.skip_leaf("zero_stage", why)
-        config.skip_leaf("deepspeed_config", why)
+                config.skip_leaf(key, reason)
+        config.skip_leaf("zero_stage", reason)
+        config.skip_leaf("deepspeed_config", reason)
         return
     config.mark_used("deepspeed", "deepspeed_config", by="parallel.zero")
     config.unknown.pop("parallel.zero", None)
@@ -324,12 +326,12 @@ def _read_deepspeed(config: Conversion) -> None:
 
 
 def _read_format(config: Conversion, *, missing: bool) -> None:
-    """Without --bf16 and --fp16 the JSON says in which format the engine computes."""
+    """Read the compute format from the JSON, which holds if neither --bf16 nor --fp16 is given."""
     if any(config.has_leaf(name) for name in ("bf16", "fp16", "fp8_format")):
         return
-    for name, ours in (("bf16.enabled", "bf16"), ("bfloat16.enabled", "bf16"), ("fp16.enabled", "fp16")):
+    for name, compute in (("bf16.enabled", "bf16"), ("bfloat16.enabled", "bf16"), ("fp16.enabled", "fp16")):
         if config.read_flag(f"{JSON}{name}"):
-            config.set_value("precision.compute", ours, f"{JSON}{name}")
+            config.set_value("precision.compute", compute, f"{JSON}{name}")
             return
     if missing:
         config.unknown.setdefault("precision.compute", "DeepSpeed's JSON may say it, and is not here")
@@ -339,7 +341,7 @@ EACH_HOST = ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntask
 
 
 def _starts_tasks(config: Conversion, name: str) -> bool:
-    """Whether what Slurm starts on a host are the ranks: no launcher is there to start others, nor one task for all."""
+    """Return whether Slurm's tasks on a host are the ranks: no launcher starts them, nor is it one task for all."""
     if (
         config.has_leaf(STARTS_RANKS)
         or config.has_leaf("nproc_per_node")
@@ -347,8 +349,10 @@ def _starts_tasks(config: Conversion, name: str) -> bool:
         or {"nproc_per_node", "num_gpus"} & set(config.unreadable)
     ):
         return False
-    devices = any(config.has_leaf(one) for one in ("SBATCH.gres", "SBATCH.gpus-per-node", "SBATCH.gpus"))
-    return not (name == "SBATCH.ntasks-per-node" and devices and config.read_whole(name) == 1)
+    has_devices = any(
+        config.has_leaf(directive) for directive in ("SBATCH.gres", "SBATCH.gpus-per-node", "SBATCH.gpus")
+    )
+    return not (name == "SBATCH.ntasks-per-node" and has_devices and config.read_whole(name) == 1)
 
 
 LOCAL = ("localhost", "127.0.0.1")
@@ -356,35 +360,46 @@ SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 
 
 def _holds_a_place(config: Conversion) -> bool:
-    """Whether one host at a local address is a place for others: the layout fills whole hosts, and more than one."""
-    hosts, each = config.machines
-    here = str(leaf.value) if (leaf := config.find_leaf("master_addr")) is not None else ""
-    split = 1
+    """Return whether one host at a local address is a placeholder: the layout needs several whole hosts."""
+    hosts, devices_each = config.machines
+    address = str(leaf.value) if (leaf := config.find_leaf("master_addr")) is not None else ""
+    model_ranks = 1
     for name in SPLITS:
-        split *= config.read_whole(name) or 1
-    return hosts == 1 and each > 0 and here in LOCAL and split > each and split % each == 0
+        model_ranks *= config.read_whole(name) or 1
+    return (
+        hosts == 1
+        and devices_each > 0
+        and address in LOCAL
+        and model_ranks > devices_each
+        and model_ranks % devices_each == 0
+    )
 
 
 def read_machines(config: Conversion) -> None:
-    """Hosts and devices of each, as the launcher or Slurm is told."""
-    for name in ("nnodes", "num_nodes"):  # a range such as 1:4 is elastic
+    """Read the number of hosts and of devices of each, from the launcher's or Slurm's settings."""
+    # A range such as 1:4 is elastic
+    for name in ("nnodes", "num_nodes"):
         if (leaf := config.find_leaf(name)) is not None and not str(leaf.value).isdigit() and not leaf.unknown:
             config.leave_unmapped(name, "not one number of hosts")
             config.read_as[name] = replace(leaf, value=None)
-    hosts = next((n for n in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
-    if hosts == "SBATCH.nodes" and config.has_leaf(STARTS_RANKS) and config.read_whole(hosts) != 1:
-        hosts = ""  # the launcher is not told of them: it starts as many runs, or is told in another way
-    each = next((n for n in EACH_HOST if (config.read_whole(n) or 0) > 0), "")
-    if each.startswith("SBATCH.") and not _starts_tasks(config, each):
-        each = ""
-    config.machines = ((config.read_whole(hosts) or 0) if hosts else 0, (config.read_whole(each) or 0) if each else 0)
+    hosts_key = next((key for key in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(key) or 0) > 0), "")
+    if hosts_key == "SBATCH.nodes" and config.has_leaf(STARTS_RANKS) and config.read_whole(hosts_key) != 1:
+        # The launcher does not get them: it starts as many runs, or gets the number differently
+        hosts_key = ""
+    devices_key = next((key for key in EACH_HOST if (config.read_whole(key) or 0) > 0), "")
+    if devices_key.startswith("SBATCH.") and not _starts_tasks(config, devices_key):
+        devices_key = ""
+    config.machines = (
+        (config.read_whole(hosts_key) or 0) if hosts_key else 0,
+        (config.read_whole(devices_key) or 0) if devices_key else 0,
+    )
     if _holds_a_place(config):
         config.machines = (0, config.machines[1])
-    config.mark_used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
+    config.mark_used(*(name for name in (hosts_key, devices_key) if name), by="cluster: hosts × devices")
     for name in ("SBATCH.nodes", "SBATCH.ntasks-per-node", "SBATCH.gpus-per-node"):
-        if name not in (hosts, each):
+        if name not in (hosts_key, devices_key):
             config.skip_leaf(name, "the launcher says the same")
-    if (again := config.read_whole("max_restarts")) is not None:
+    if (restarts := config.read_whole("max_restarts")) is not None:
         config.set_value(
-            "fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start"
+            "fault.restarts", restarts + 1, "max_restarts", note="torchrun --max-restarts, and the first start"
         )

@@ -1,4 +1,4 @@
-"""A file that a configuration names: within its folder or the repository it is part of, and nowhere else."""
+"""Lookup of a file that a configuration names, restricted to its folder and its repository."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from phalanx.io.path_probes import is_file, path_exists, resolve_path
 
 
 def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
-    """The file, told from one of the bases, from the folder, or from a folder above it in the same repository.
+    """Return the file, relative to one of the bases, the folder, or a folder above it in the same repository.
 
-    Scripts are also started from a folder above theirs; where several files could be meant there, none is taken.
+    Scripts may be started from a folder above their own; if several files there match, none is returned.
     """
     if not name or "\x00" in name or len(name) > 1_000:
         return None
@@ -35,5 +35,5 @@ def _file_within(base: Path, name: str, root: Path) -> Path | None:
 
 
 def _repository_of(folder: Path) -> Path:
-    """The root of the checkout that a folder is part of; the folder itself where it is part of none."""
+    """Return the root of the checkout that a folder is part of; the folder itself if it is part of none."""
     return next((place for place in (folder, *folder.parents) if path_exists(place / ".git")), folder)

@@ -1,4 +1,4 @@
-"""nanotron's YAML: nanotron/config/config.py and config/parallelism_config.py."""
+"""nanotron's YAML as job settings: nanotron/config/config.py and config/parallelism_config.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNMAPPED = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate a nanotron configuration into job settings."""
     _read_model(config)
     _read_degrees(config)
     _read_batch(config)
@@ -52,38 +52,38 @@ def translate_config(config: Conversion) -> None:
 
 def _read_model(config: Conversion) -> None:
     m = "model.model_config."
-    for theirs, ours in SHAPE.items():
-        if size := config.read_whole(f"{m}{theirs}"):
-            config.set_value(f"model.{ours}", size, f"{m}{theirs}")
+    for foreign_key, model_key in SHAPE.items():
+        if size := config.read_whole(f"{m}{foreign_key}"):
+            config.set_value(f"model.{model_key}", size, f"{m}{foreign_key}")
     if config.read_flag(f"{m}is_starcoder2_config") and not config.has_leaf(f"{m}intermediate_size"):
-        inner = config.read_whole(f"{m}n_inner") or 4 * config.int_of("model.hidden", 0)
-        config.set_value("model.ffn", inner, f"{m}n_inner", note="four times the hidden size")
-        if shared := config.read_whole(f"{m}num_kv_heads"):
-            config.set_value("model.kv_heads", shared, f"{m}num_kv_heads")
+        ffn_width = config.read_whole(f"{m}n_inner") or 4 * config.int_of("model.hidden", 0)
+        config.set_value("model.ffn", ffn_width, f"{m}n_inner", note="four times the hidden size")
+        if kv_heads := config.read_whole(f"{m}num_kv_heads"):
+            config.set_value("model.kv_heads", kv_heads, f"{m}num_kv_heads")
     if (tied := config.read_flag(f"{m}tie_word_embeddings")) is not None:
         config.set_value("model.tied", tied, f"{m}tie_word_embeddings")
     names = [f"{m}{name}" for name in ("moe_config.num_experts", "num_local_experts", "moe_num_experts", "num_experts")]
     if experts := next((count for name in names if (count := config.read_whole(name))), None):
         config.set_value("model.experts", experts, *names)
-        chosen, width = (f"{m}moe_config.top_k", f"{m}num_experts_per_tok"), f"{m}moe_config.moe_intermediate_size"
-        each = next((count for name in chosen if (count := config.read_whole(name))), 1)
-        config.set_value("model.experts_per_token", each, *chosen)
-        wide = config.read_whole(width) or config.int_of("model.ffn", 0)
-        config.set_value("model.expert_ffn", wide, width, f"{m}intermediate_size")
+        top_k_keys, width = (f"{m}moe_config.top_k", f"{m}num_experts_per_tok"), f"{m}moe_config.moe_intermediate_size"
+        experts_per_token = next((count for name in top_k_keys if (count := config.read_whole(name))), 1)
+        config.set_value("model.experts_per_token", experts_per_token, *top_k_keys)
+        expert_width = config.read_whole(width) or config.int_of("model.ffn", 0)
+        config.set_value("model.expert_ffn", expert_width, width, f"{m}intermediate_size")
 
 
 def _read_degrees(config: Conversion) -> None:
     p = "parallelism."
     config.set_value("parallel.mode", "fixed", note="nanotron searches nothing")
-    for theirs, ours in (
+    for foreign_key, axis in (
         ("tp", "tensor"),
         ("pp", "pipeline"),
         ("context_parallel_size", "context"),
         ("expert_parallel_size", "expert"),
         ("dp", "data"),
     ):
-        if (degree := config.read_whole(f"{p}{theirs}")) is not None and degree > 0:
-            config.set_value(f"parallel.{ours}", degree, f"{p}{theirs}")
+        if (degree := config.read_whole(f"{p}{foreign_key}")) is not None and degree > 0:
+            config.set_value(f"parallel.{axis}", degree, f"{p}{foreign_key}")
     tensor = config.int_of("parallel.tensor")
     scatter = config.read_word(f"{p}tp_mode") == "reduce_scatter"
     config.set_value("parallel.sequence_parallel", scatter and tensor > 1, f"{p}tp_mode")
@@ -113,11 +113,13 @@ def _read_batch(config: Conversion) -> None:
 
 
 def _read_precision(config: Conversion) -> None:
-    words = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    if (kind := words.get(config.read_word("model.dtype"), "")) != "":
+    formats = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    if (kind := formats.get(config.read_word("model.dtype"), "")) != "":
         config.set_value("precision.compute", kind, "model.dtype")
-    wide = config.read_flag("optimizer.accumulate_grad_in_fp32")
-    config.set_value("precision.grad_reduce", "bf16" if wide is False else "fp32", "optimizer.accumulate_grad_in_fp32")
+    sums_in_fp32 = config.read_flag("optimizer.accumulate_grad_in_fp32")
+    config.set_value(
+        "precision.grad_reduce", "bf16" if sums_in_fp32 is False else "fp32", "optimizer.accumulate_grad_in_fp32"
+    )
     config.assume_default("precision.master_weights", True)
 
 
@@ -140,6 +142,6 @@ def _read_optimizer(config: Conversion) -> None:
         config.set_value("optim.warmup_steps", steps, f"{s}lr_warmup_steps")
     if config.read_word(f"{s}lr_decay_style") == "cosine":
         config.set_value("optim.schedule", "cosine", f"{s}lr_decay_style")
-    least, peak = config.read_number(f"{s}min_decay_lr"), config.read_number(f"{s}learning_rate")
-    if least is not None and peak:
-        config.set_value("optim.final_lr", min(1.0, least / peak), f"{s}min_decay_lr", note=f"{least:g} / {peak:g}")
+    min_lr, peak = config.read_number(f"{s}min_decay_lr"), config.read_number(f"{s}learning_rate")
+    if min_lr is not None and peak:
+        config.set_value("optim.final_lr", min(1.0, min_lr / peak), f"{s}min_decay_lr", note=f"{min_lr:g} / {peak:g}")

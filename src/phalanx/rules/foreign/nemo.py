@@ -1,8 +1,8 @@
-"""NeMo and Megatron-Bridge YAML: other trees around Megatron Core's words.
+"""NeMo's and Megatron-Bridge's YAML as job settings: other trees around Megatron Core's settings.
 
-Read are NeMo 1.x (`trainer:`, `model:`, `exp_manager:`; examples/nlp/language_modeling/conf), NeMo 2.0 recipes exported
-as YAML (`trainer.strategy`, `model.config`, `data`, `optim.config`), and Megatron-Bridge's ConfigContainer (`model:`,
-`train:`, `ddp:`, `dist:`, `checkpoint:`, `mixed_precision:`), whole or as an override file.
+It reads NeMo 1.x (`trainer:`, `model:`, `exp_manager:`; examples/nlp/language_modeling/conf), NeMo 2.0 recipes
+exported as YAML (`trainer.strategy`, `model.config`, `data`, `optim.config`), and Megatron-Bridge's ConfigContainer
+(`model:`, `train:`, `ddp:`, `dist:`, `checkpoint:`, `mixed_precision:`), complete or as an override file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from phalanx.rules.foreign import mcore, megatron
 from phalanx.rules.foreign.conversion import Conversion, Leaf, found_in
 from phalanx.rules.foreign.known_models import model_of_class, read_named_model, set_known_model
 
-# Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
+# Sections with Megatron's settings, in order of precedence: Bridge applies mixed_precision over model, optimizer
+# and ddp.
 PREFIXES = (
     "mixed_precision.",
     "trainer.plugins.",
@@ -147,13 +148,14 @@ UNMAPPED = megatron.UNMAPPED | {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate a NeMo or Megatron-Bridge configuration into job settings."""
     _fill_references(config)
-    hosts, each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
-    config.machines = (hosts or 0, each if each and each > 0 else 0)
+    hosts, devices_each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
+    config.machines = (hosts or 0, devices_each if devices_each and devices_each > 0 else 0)
     config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
-    template = any(leaf.value == MANDATORY for leaf in config.leaves.values())
-    if template:  # the command line completes such a file: its number of hosts is a place for another
+    is_template = any(leaf.value == MANDATORY for leaf in config.leaves.values())
+    # The command line completes such a file: its number of hosts is a placeholder
+    if is_template:
         config.machines = (0, 0)
     _read_trainer(config)
     _optimizer_of_one(config)
@@ -168,7 +170,8 @@ def translate_config(config: Conversion) -> None:
         config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
     total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro", 0)
-    if template and total and micro and total % micro:  # and so is a batch that cannot be
+    # A placeholder too, because this batch is impossible
+    if is_template and total and micro and total % micro:
         del config.values["batch.global_sequences"]
         config.leave_unmapped("global_batch_size", f"does not divide by {micro}: a place for another, as ??? are")
     _read_amp(config)
@@ -185,22 +188,26 @@ def translate_config(config: Conversion) -> None:
 
 
 def _agree_on_sharding(config: Conversion) -> None:
-    """A distributed optimizer is asked for in two places, which the trainers make agree before the first step.
+    """Resolve `use_distributed_optimizer` from its two sections, as the trainers do before the first step.
 
-    NeMo 2: the optimizer's word holds (megatron_strategy.py). Megatron-Bridge: on in either is on in both
+    NeMo 2: the optimizer's value holds (megatron_strategy.py). Megatron-Bridge: if one is on, both are
     (training/config.py).
     """
-    word = "use_distributed_optimizer"
-    if (leaf := config.leaves.get(f"optim.config.{word}")) is not None and leaf.value is not None:
-        config.read_as[word] = leaf
-    places = [one for place in ("ddp", "optimizer") if (one := config.leaves.get(f"{place}.{word}")) is not None]
-    if on := [one for one in places if one.value is True]:
-        config.read_as[word] = on[0]
-    elif unknown := [one for one in places if one.unknown]:
-        config.read_as[word] = unknown[0]
+    name = "use_distributed_optimizer"
+    if (leaf := config.leaves.get(f"optim.config.{name}")) is not None and leaf.value is not None:
+        config.read_as[name] = leaf
+    section_leaves = [
+        leaf_of_section
+        for section in ("ddp", "optimizer")
+        if (leaf_of_section := config.leaves.get(f"{section}.{name}")) is not None
+    ]
+    if enabled := [leaf_of_section for leaf_of_section in section_leaves if leaf_of_section.value is True]:
+        config.read_as[name] = enabled[0]
+    elif unknown_leaves := [leaf_of_section for leaf_of_section in section_leaves if leaf_of_section.unknown]:
+        config.read_as[name] = unknown_leaves[0]
 
 
-# NeMo 1: a name on Hugging Face as `type`, or a file as `model`; Megatron-Bridge has Megatron's words.
+# NeMo 1: a name on Hugging Face as `type`, or a file as `model`; Megatron-Bridge has Megatron's keys.
 TOKENIZERS = (
     ("tokenizer_name_or_path", "model.tokenizer.type"),
     ("tokenizer_model", "model.tokenizer.model"),
@@ -209,45 +216,45 @@ TOKENIZERS = (
 )
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
-MANDATORY = "???"  # OmegaConf: to be given by whoever starts it
+MANDATORY = "???"  # OmegaConf: must be given at the start
 
 
 def _fill_references(config: Conversion) -> None:
-    """`${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf reads them; functions stay."""
+    """Resolve `${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf does; functions are kept."""
     for key, leaf in config.leaves.items():
-        value, place = leaf.value, key
+        value, reference_key = leaf.value, key
         for _ in range(MOST_HOPS):
-            found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-            if found is None:
+            match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if match is None:
                 break
-            place = f"{place.rpartition('.')[0]}.{found.group(2)}" if found.group(1) else found.group(2)
-            value = config.leaves[place].value if place in config.leaves else None
+            reference_key = f"{reference_key.rpartition('.')[0]}.{match.group(2)}" if match.group(1) else match.group(2)
+            value = config.leaves[reference_key].value if reference_key in config.leaves else None
         if value is not None and value != leaf.value:
             config.read_as[key] = Leaf(key=key, value=value, line=leaf.line)
 
 
 def word_of(key: str) -> str:
-    """Megatron's word for a key of any of the trees; empty for one that has none.
+    """Return Megatron's name for a key of any of the trees; empty if it has none.
 
     >>> word_of("trainer.strategy.tensor_model_parallel_size"), word_of("model.encoder_seq_length"), word_of("a.b")
     ('tensor_model_parallel_size', 'seq_length', '')
     """
     for prefix in PREFIXES:
-        rest = key.removeprefix(prefix)
-        name = OTHER_NAMES.get(rest, rest)
-        if rest != key and name in WORDS:
+        suffix = key.removeprefix(prefix)
+        name = OTHER_NAMES.get(suffix, suffix)
+        if suffix != key and name in WORDS:
             return name
     return ""
 
 
 def _strongest_place(config: Conversion, key: str) -> None:
-    """Of several places that say the same word the strongest one is read."""
+    """Use the key with the highest precedence among those of the same name."""
     name = word_of(key)
     leaf = config.leaves[key]
     if not name or leaf.value is None or name in config.read_as:
         return
-    known = config.names.get(name)
-    if known is None or _place_rank(key) < _place_rank(known):
+    current_key = config.names.get(name)
+    if current_key is None or _place_rank(key) < _place_rank(current_key):
         config.names[name] = key
 
 
@@ -258,13 +265,13 @@ def _place_rank(key: str) -> int:
 def _drop_shadowed(config: Conversion) -> None:
     for key, leaf in config.leaves.items():
         name = word_of(key)
-        held = config.find_leaf(name) if name else None
-        if held is None or held.key == key or key in config.settled or leaf.value is None:
+        effective = config.find_leaf(name) if name else None
+        if effective is None or effective.key == key or key in config.settled or leaf.value is None:
             continue
-        if held.value == leaf.value:
-            config.skip_leaf(key, f"{held.key} says the same")
+        if effective.value == leaf.value:
+            config.skip_leaf(key, f"{effective.key} says the same")
         else:
-            config.leave_unmapped(key, f"{held.key} goes before it")
+            config.leave_unmapped(key, f"{effective.key} goes before it")
 
 
 def _read_trainer(config: Conversion) -> None:
@@ -283,15 +290,16 @@ def _read_trainer(config: Conversion) -> None:
     if not config.has_leaf("save") and config.has_leaf("save_interval"):
         config.rename_leaf("save", config.read_as["save_interval"].key, "checkpoints")
     for key in (f"{callback}save_top_k", "log.ckpt.save_top_k"):
-        kept = config.read_whole(key) or 0
-        # The last one is kept beside them, unless save_last is off (nemo/utils/exp_manager.py: CallbackParams).
-        last = config.read_flag(key.replace("save_top_k", "save_last")) is not False
-        if kept > 0 and config.read_flag("exp_manager.create_checkpoint_callback") is not False:
-            config.rename_leaf("most_recent_k", key, kept + last)
+        num_kept = config.read_whole(key) or 0
+        # The last checkpoint is kept in addition, unless save_last is off (nemo/utils/exp_manager.py:
+        # CallbackParams).
+        keeps_last = config.read_flag(key.replace("save_top_k", "save_last")) is not False
+        if num_kept > 0 and config.read_flag("exp_manager.create_checkpoint_callback") is not False:
+            config.rename_leaf("most_recent_k", key, num_kept + keeps_last)
 
 
 def _optimizer_of_one(config: Conversion) -> None:
-    """NeMo 1.x and the scheduler of 2.0."""
+    """Read the optimizer of NeMo 1.x, and the scheduler of 2.0."""
     o = "model.optim."
     config.rename_leaf("optimizer", f"{o}name")
     for name in ("lr", "weight_decay"):
@@ -312,13 +320,14 @@ def _optimizer_of_one(config: Conversion) -> None:
 def _read_model(config: Conversion) -> None:
     for key in ("model.config._target_", "model._target_"):
         leaf = config.leaves.get(key)
-        # A class of the program's own has the shape of the one it is made from, but for what it says itself.
+        # A class of the program's own has the shape of its base class, except for the fields it sets.
         bases = config.leaves.get(key.replace("_target_", "_bases_"))
         chain = [str(leaf.value), *_texts(bases)] if leaf is not None else []
-        model = next((one for name in chain if (one := model_of_class(name.rpartition(".")[2]))), None)
+        model = next((known_model for name in chain if (known_model := model_of_class(name.rpartition(".")[2]))), None)
         if model is not None:
             set_known_model(config, model, key, note=chain[0].rpartition(".")[2])
-    if "from_hf" in config.read_word("model._target_"):  # AutoBridge.from_hf_pretrained("…") of a recipe in Python
+    # AutoBridge.from_hf_pretrained("…") of a Python recipe
+    if "from_hf" in config.read_word("model._target_"):
         read_named_model(config, "model._args_.0")
     activation = config.read_word("model.activation")
     if "swiglu" in activation:
@@ -328,11 +337,11 @@ def _read_model(config: Conversion) -> None:
 
 
 def _texts(leaf: Leaf | None) -> list[str]:
-    return [str(one) for one in leaf.value] if leaf is not None and isinstance(leaf.value, list) else []
+    return [str(item) for item in leaf.value] if leaf is not None and isinstance(leaf.value, list) else []
 
 
 def _read_precision(config: Conversion) -> None:
-    """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
+    """Read `trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
         leaf = config.leaves.get(key)
         if leaf is not None and leaf.unknown:
@@ -354,9 +363,10 @@ def _read_precision(config: Conversion) -> None:
 
 
 def _read_amp(config: Conversion) -> None:
-    """NeMo 1.x: O2 keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32, under autocast."""
+    """Read NeMo 1.x's O2, which keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32."""
     key = "model.megatron_amp_O2"
-    if not config.has_leaf("model.micro_batch_size") and not config.has_leaf(key):  # NeMo 2.0 and Megatron-Bridge
+    # NeMo 2.0 and Megatron-Bridge
+    if not config.has_leaf("model.micro_batch_size") and not config.has_leaf(key):
         return
     if not config.read_flag(key):
         note = "without O2 weights and gradients are fp32, cast for each use"

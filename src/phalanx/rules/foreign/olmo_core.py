@@ -1,4 +1,4 @@
-"""OLMo-core's experiment configurations: scripts whose `build_config` returns an ExperimentConfig."""
+"""OLMo-core's experiment configurations as job settings: scripts whose `build_config` returns an ExperimentConfig."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ UNMAPPED = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
-    for part in ("train_module", "trainer", "data_loader"):
-        leaf = config.leaves.get(part)
+    """Translate an OLMo-core configuration into job settings."""
+    for section in ("train_module", "trainer", "data_loader"):
+        leaf = config.leaves.get(section)
         if leaf is not None and leaf.unknown:
             config.open_why = config.open_why or leaf.unknown
     read_olmo_model(config)
@@ -57,20 +57,21 @@ def translate_config(config: Conversion) -> None:
 
 def _read_layout(config: Conversion) -> None:
     config.set_value("parallel.mode", "fixed", note="OLMo-core searches nothing")
-    for name, ours in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
-        whole = config.leaves.get(f"{M}{name}_config")
+    for name, axis in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        section_leaf = config.leaves.get(f"{M}{name}_config")
         key = f"{M}{name}_config.degree"
-        if whole is not None and whole.unknown:
-            config.read_as[key] = whole
+        if section_leaf is not None and section_leaf.unknown:
+            config.read_as[key] = section_leaf
         degree = config.read_whole(key)
-        config.set_value(f"parallel.{ours}", max(1, degree or 1), key)
-        if degree is not None and degree < 1:  # distributed/parallel/__init__.py: -1 is whatever ranks there are
-            config.unknown[f"parallel.{ours}"] = f"{key} = {degree} is as many ranks as there are"
+        config.set_value(f"parallel.{axis}", max(1, degree or 1), key)
+        # distributed/parallel/__init__.py: -1 means all available ranks
+        if degree is not None and degree < 1:
+            config.unknown[f"parallel.{axis}"] = f"{key} = {degree} is as many ranks as there are"
     kind = config.read_word(f"{M}dp_config.name")
     names = (f"{M}dp_config.name", f"{M}dp_config")
     pipeline = config.int_of("parallel.pipeline") > 1
     if kind in ("fsdp", "hsdp"):
-        # train_module/transformer/common.py: weights are not resharded after the forward pass with a pipeline
+        # train_module/transformer/common.py: with a pipeline, weights are not resharded after forward
         config.set_value("parallel.zero", 2 if pipeline else 3, *names, note=kind)
     else:
         config.set_value("parallel.zero", 0, *names, note=kind or "no data parallel configuration")
@@ -83,13 +84,13 @@ def _read_layout(config: Conversion) -> None:
         else:
             config.unknown["parallel.shard"] = "one group of shards per host, unless the script says otherwise"
     mode = config.read_word(f"{M}ac_config.mode")
-    present = any(key.startswith(f"{M}ac_config.") for key in config.leaves)
-    whole = config.leaves.get(f"{M}ac_config")
-    if whole is not None and whole.unknown:
-        config.read_as[f"{M}ac_config.mode"] = whole
+    is_present = any(key.startswith(f"{M}ac_config.") for key in config.leaves)
+    section_leaf = config.leaves.get(f"{M}ac_config")
+    if section_leaf is not None and section_leaf.unknown:
+        config.read_as[f"{M}ac_config.mode"] = section_leaf
         mode = config.read_word(f"{M}ac_config.mode")
-    word = ("full" if mode in ("full", "") else "selective") if present else "none"
-    config.set_value("parallel.recompute", word, f"{M}ac_config.mode")
+    recompute = ("full" if mode in ("full", "") else "selective") if is_present else "none"
+    config.set_value("parallel.recompute", recompute, f"{M}ac_config.mode")
 
 
 def _read_batch(config: Conversion) -> None:
@@ -117,15 +118,16 @@ def _read_batch(config: Conversion) -> None:
 def _read_precision(config: Conversion) -> None:
     formats = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     key = f"{M}dp_config.param_dtype"
-    eight = f"{M}float8_config.enabled"
-    if not config.has_leaf(eight):  # Float8Config is on unless it says otherwise (olmo_core/float8)
-        config.rename_leaf(eight, f"{M}float8_config._target_", True)
-    if config.read_flag(eight):
-        config.set_value("precision.compute", "fp8", eight)
+    fp8_key = f"{M}float8_config.enabled"
+    # Float8Config is on by default (olmo_core/float8)
+    if not config.has_leaf(fp8_key):
+        config.rename_leaf(fp8_key, f"{M}float8_config._target_", True)
+    if config.read_flag(fp8_key):
+        config.set_value("precision.compute", "fp8", fp8_key)
         config.mark_used(key, by="precision.compute: what is not fp8")
     else:
-        other = f"{M}autocast_precision"
-        name = key if config.has_leaf(key) or not config.has_leaf(other) else other
+        autocast_key = f"{M}autocast_precision"
+        name = key if config.has_leaf(key) or not config.has_leaf(autocast_key) else autocast_key
         config.set_value("precision.compute", formats.get(config.read_word(name), "fp32"), name)
     reduce = formats.get(config.read_word(f"{M}dp_config.reduce_dtype") or "float32", "fp32")
     config.set_value("precision.grad_reduce", "bf16" if reduce != "fp32" else "fp32", f"{M}dp_config.reduce_dtype")
@@ -171,14 +173,14 @@ def _read_checkpoint(config: Conversion) -> None:
     config.assume_default("comm.init_timeout_s", 900, "prepare_training_environment")
     c = f"{T}callbacks.checkpointer."
     steps = config.read_whole(f"{c}save_interval")
-    often = config.read_whole(f"{c}ephemeral_save_interval")
+    ephemeral_steps = config.read_whole(f"{c}ephemeral_save_interval")
     if config.read_flag(f"{T}no_checkpoints"):
         config.set_value("checkpoint.steps", NEVER, f"{T}no_checkpoints", note="checkpoints are off")
         config.practice["saves"] = False
-    elif often:
-        config.set_value("checkpoint.steps", often, f"{c}ephemeral_save_interval", f"{c}save_interval")
+    elif ephemeral_steps:
+        config.set_value("checkpoint.steps", ephemeral_steps, f"{c}ephemeral_save_interval", f"{c}save_interval")
     elif steps:
         config.set_value("checkpoint.steps", steps, f"{c}save_interval")
-    waits = config.read_flag(f"{c}save_async")
-    if waits is not None:
-        config.set_value("checkpoint.async", waits, f"{c}save_async")
+    is_async = config.read_flag(f"{c}save_async")
+    if is_async is not None:
+        config.set_value("checkpoint.async", is_async, f"{c}save_async")

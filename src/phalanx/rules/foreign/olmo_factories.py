@@ -1,4 +1,4 @@
-"""The models of OLMo-core's factories: `TransformerConfig.olmo2_7B(vocab_size=…)`, `llama_like(d_model=…, …)`.
+"""Models of OLMo-core's factories: `TransformerConfig.olmo2_7B(vocab_size=…)`, `llama_like(d_model=…, …)`.
 
 Sizes and the rule for the feed-forward width are those of nn/transformer/config.py.
 """
@@ -11,7 +11,7 @@ from phalanx.rules.foreign.conversion import Conversion
 
 
 class Factory(NamedTuple):
-    """The arguments that a factory hands to `llama_like`."""
+    """The arguments that a factory passes to `llama_like`."""
 
     d_model: int
     n_layers: int
@@ -48,7 +48,7 @@ OLMO = {
 }
 FACTORIES = {
     **LLAMA,
-    **{f"olmo{edition}_{size}": one for size, one in OLMO.items() for edition in (2, 3)},
+    **{f"olmo{edition}_{size}": factory for size, factory in OLMO.items() for edition in (2, 3)},
     "olmo2_600M": Factory(1344, 16, 16, 0, 1.5),
     "olmo3_600M": Factory(1280, 16, 16, 0, 1.5),
     "olmo2_1B": Factory(2048, 18, 16, 0, 1.5),
@@ -56,16 +56,16 @@ FACTORIES = {
     "olmo3_1B": Factory(2048, 16, 16, 0, 1.5),
 }
 GENERAL = ("llama_like", "llama_like_moe")
-# (experts, of each token, width of each as a share of d_model, shared width likewise)
+# (experts, experts per token, width of each as a share of d_model, width of the shared expert likewise)
 MOE = {"smallmoe": (Factory(768, 12, 12), 32, 4, 0.5, 2.0), "olmoe_1B_7B": (Factory(2048, 16, 16), 64, 8, 0.5, 0.0)}
-# Settings of a block that make its layers other ones.
+# Settings of a block that give it other layers.
 OTHER_BLOCKS = ("block", "block_overrides", "block_pattern", "feed_forward_moe", "feed_forward")
 T = "model._target_"
 GIVE_SHAPE = "give --set model.hf_config=config.json"
 
 
 def ffn_width(d_model: int, multiplier: float, multiple_of: int) -> int:
-    """`llama_like`'s feed-forward width.
+    """Return `llama_like`'s feed-forward width.
 
     >>> ffn_width(4096, 1.3, 1024), ffn_width(4096, 1.0, 256), ffn_width(2048, 1.5, 256)
     (14336, 11008, 8192)
@@ -76,24 +76,33 @@ def ffn_width(d_model: int, multiplier: float, multiple_of: int) -> int:
 
 
 def read_olmo_model(config: Conversion) -> None:
-    """[model] of a factory with what the script gives it; listed where its shape is not known."""
+    """Read [model] from a factory and the script's arguments to it; unmapped if its shape is not known."""
     leaf = config.leaves.get(T)
     if leaf is None:
         return
     name = str(leaf.value).rpartition(".")[2]
-    said = {key.removeprefix("model.").partition(".")[0] for key in config.leaves if key.startswith("model.")}
-    unknown = next((one for one in config.leaves.values() if one.key.startswith("model.") and one.unknown), None)
-    if said & set(OTHER_BLOCKS):
+    fields = {key.removeprefix("model.").partition(".")[0] for key in config.leaves if key.startswith("model.")}
+    unknown_leaf = next(
+        (field for field in config.leaves.values() if field.key.startswith("model.") and field.unknown), None
+    )
+    if fields & set(OTHER_BLOCKS):
         config.leave_unmapped(T, f"the script gives its blocks other layers: {GIVE_SHAPE}")
-    elif unknown is not None and unknown.key.rpartition(".")[2] in (*_SIZES, *_EXPERTS):
-        config.leave_unmapped(T, f"{unknown.key} {unknown.unknown}: {GIVE_SHAPE}")
+    elif unknown_leaf is not None and unknown_leaf.key.rpartition(".")[2] in (*_SIZES, *_EXPERTS):
+        config.leave_unmapped(T, f"{unknown_leaf.key} {unknown_leaf.unknown}: {GIVE_SHAPE}")
     elif name in FACTORIES:
         _set_shape(config, name, FACTORIES[name])
     elif name in MOE:
-        base, experts, chosen, wide, shared = MOE[name]
+        base, experts, experts_per_token, width_share, shared_share = MOE[name]
         factory = _set_shape(config, name, base)
-        _set_experts(config, name, experts, chosen, int(wide * factory.d_model), int(shared * factory.d_model))
-    elif name in GENERAL and all(config.read_whole(f"model.{one}") for one in ("d_model", "n_layers", "n_heads")):
+        _set_experts(
+            config,
+            name,
+            experts,
+            experts_per_token,
+            int(width_share * factory.d_model),
+            int(shared_share * factory.d_model),
+        )
+    elif name in GENERAL and all(config.read_whole(f"model.{field}") for field in ("d_model", "n_layers", "n_heads")):
         _set_shape(config, name, Factory(0, 0, 0))
         if name == "llama_like_moe":
             _read_moe(config, name)
@@ -121,8 +130,8 @@ def _set_shape(config: Conversion, name: str, base: Factory) -> Factory:
         "kv_heads": (factory.n_kv_heads or factory.n_heads, "n_kv_heads"),
         "ffn": (ffn_width(factory.d_model, factory.multiplier, factory.multiple_of), "hidden_size_multiplier"),
     }
-    for key, (value, theirs) in sizes.items():
-        config.set_value(f"model.{key}", value, f"model.{theirs}", T, note=name)
+    for key, (value, field) in sizes.items():
+        config.set_value(f"model.{key}", value, f"model.{field}", T, note=name)
     for key in ("model.vocab_size", "model._args_.0"):
         if (vocabulary := config.read_whole(key)) and "model.vocab" not in config.values:
             config.set_value("model.vocab", vocabulary, key)
@@ -142,10 +151,10 @@ def _set_experts(config: Conversion, name: str, experts: int, chosen: int, width
 
 
 def _read_moe(config: Conversion, name: str) -> None:
-    experts, chosen, width, shared = (config.read_whole(f"model.{one}") for one in _EXPERTS[:4])
-    if not (experts and chosen and width) or config.read_flag("model.hybrid"):
+    experts, experts_per_token, width, shared = (config.read_whole(f"model.{field}") for field in _EXPERTS[:4])
+    if not (experts and experts_per_token and width) or config.read_flag("model.hybrid"):
         for key in [key for key in config.values if key.startswith("model.")]:
             del config.values[key]
         config.leave_unmapped(T, f"its experts are not known, or stand beside a dense layer: {GIVE_SHAPE}")
         return
-    _set_experts(config, name, experts, chosen, width, shared or 0)
+    _set_experts(config, name, experts, experts_per_token, width, shared or 0)

@@ -1,7 +1,7 @@
-"""Arguments that no reader knows: those whose names speak of layout, sharding, format or batch leave these open.
+"""Arguments that no reader knows: values that their names suggest they change are marked as unknown.
 
-A fork gives its program arguments that the original has not. What such an argument does nobody here knows, so the
-default of the value it speaks of cannot be taken for known.
+A fork gives its program arguments that the original does not have. Their effect is not known, so the defaults of
+layout, sharding, format or batch that their names refer to cannot be assumed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SWITCHED = ("parallel.zero", "parallel.recompute", "parallel.offload", "precisio
 
 
 def leave_open(config: Conversion) -> None:
-    """After all is settled: defaults that an argument of the program's own speaks of are not known."""
-    own = [
+    """After all leaves are settled, mark defaults as unknown that an argument of the program's own may change."""
+    own_arguments = [
         (_name_of(key), leaf)
         for key, leaf in config.leaves.items()
         if (settled := config.settled.get(key)) is not None
@@ -53,26 +53,29 @@ def leave_open(config: Conversion) -> None:
         and not CHANGES_NONE.search(_name_of(key))
     ]
     for job_key, sign in SPEAKS_OF.items():
-        off = OFF if job_key in SWITCHED else (*OFF, "1")  # one way splits nothing
-        leaf = next((leaf for name, leaf in own if sign.search(name) and str(leaf.value).lower() not in off), None)
+        # A degree of 1 splits nothing
+        off = OFF if job_key in SWITCHED else (*OFF, "1")
+        leaf = next(
+            (leaf for name, leaf in own_arguments if sign.search(name) and str(leaf.value).lower() not in off), None
+        )
         if leaf is not None and not _is_said(config, job_key):
             config.unknown.setdefault(job_key, f"{leaf.key[:60]} is an argument of the program's own")
 
 
-# Settings of files that have readers of their own, and of Slurm and the environment.
+# Prefixes of settings that have their own readers, and of Slurm and the environment.
 NOT_OWN = ("ds.", "accelerate_file.", "accelerate_ds.", "fsdp_file.", "program_file.", "env.", "SBATCH.", "verb.")
 
 
 def _name_of(key: str) -> str:
-    """The name that is looked at: of a section in the file that --config names, the last part."""
-    plain = key.removeprefix(ACCELERATE)
-    if plain.startswith("--"):
-        return canonical_flag(plain)
-    return "" if plain.startswith(NOT_OWN) else canonical_flag(plain.rpartition(".")[2])
+    """Return the name to match: for a key of the file that --config names, the last part."""
+    bare_key = key.removeprefix(ACCELERATE)
+    if bare_key.startswith("--"):
+        return canonical_flag(bare_key)
+    return "" if bare_key.startswith(NOT_OWN) else canonical_flag(bare_key.rpartition(".")[2])
 
 
 def _is_said(config: Conversion, job_key: str) -> bool:
     if job_key == "batch.per_replica":
         return config.has_leaf("gradient_accumulation_steps") or config.has_leaf("global_batch_size")
-    said = config.values.get(job_key)
-    return said is not None and bool(said.key)
+    setting = config.values.get(job_key)
+    return setting is not None and bool(setting.key)

@@ -1,4 +1,4 @@
-"""The trainers whose configurations are read: how, what their words mean, and as whom the planner knows each."""
+"""The trainers whose configurations can be read: readers, translations, and the planner's name of each."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ from phalanx.rules.foreign.conversion import Conversion, ReadConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """A trainer: how its files are read, what their words mean, and as whom the planner knows it."""
+    """A trainer: the reader of its files, the translation of its settings, and its framework in the planner."""
 
     name: str
     title: str
     framework: str
-    read: Callable[[Path, Mapping[str, str]], ReadConfig]  # with the variables that the caller gives a script
+    # Gets the variables that the caller sets for a script
+    read: Callable[[Path, Mapping[str, str]], ReadConfig]
     translate: Callable[[Conversion], None]
-    example: str  # of its files
+    example: str  # description of its files
 
 
 def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     if path.suffix == ".py":
-        from phalanx.rules.foreign.python_config.recipes import read_recipe  # only for those who have one
+        # Imported only if needed
+        from phalanx.rules.foreign.python_config.recipes import read_recipe
 
         return read_recipe(path, variables)
     return ReadConfig(leaves=read_tree(path))
 
 
 TRAINERS = {
-    one.name: one
-    for one in (
+    trainer.name: trainer
+    for trainer in (
         Trainer(
             name="torchtitan",
             title="torchtitan",
@@ -89,7 +91,8 @@ TRAINERS = {
         Trainer(
             name="olmo-core",
             title="OLMo-core",
-            framework="torchtitan",  # both wrap blocks with FSDP2
+            # Both wrap blocks with FSDP2
+            framework="torchtitan",
             read=_read_file,
             translate=olmo_core.translate_config,
             example="a script whose build_config returns an ExperimentConfig",
@@ -147,13 +150,13 @@ TRAINERS = {
 
 
 def find_trainer(kind: str) -> Trainer:
-    """The trainer of a name; raises UserError with the choices."""
+    """Return the trainer of a name; raise UserError with the choices."""
     if kind in TRAINERS:
         return TRAINERS[kind]
-    close = nearest(kind, TRAINERS)
-    listed = ", ".join(TRAINERS)
+    suggestion = nearest(kind, TRAINERS)
+    choices = ", ".join(TRAINERS)
     raise mistake(
         f"--from {kind[:60]}",
         "is not a trainer whose configurations are read",
-        fix=f"did you mean {close}? they are {listed}" if close else f"they are {listed}",
+        fix=f"did you mean {suggestion}? they are {choices}" if suggestion else f"they are {choices}",
     )

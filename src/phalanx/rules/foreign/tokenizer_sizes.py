@@ -1,11 +1,11 @@
-"""Sizes of vocabularies by the names of their tokenizers, and how trainers pad them."""
+"""Vocabulary sizes by the names of tokenizers, and their padding by trainers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# Published tokenizer.json and config.json of each; the first pattern that is found decides.
+# From the published tokenizer.json and config.json of each; the first matching pattern decides.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"bigscience/tokenizer|bigscience/bloom|oscar_13_languages|bloom-?tokenizer", 250_680),
     (r"llama-?3|meta-llama-3|llama3", 128_256),
@@ -24,12 +24,12 @@ SIZES: tuple[tuple[str, int], ...] = (
 
 
 def vocabulary_of(words: Mapping[str, str]) -> int | None:
-    """The size of the vocabulary that a tokenizer of these names has; None where none of them is known.
+    """Return the vocabulary size of a tokenizer with these names; None if none is known.
 
     >>> vocabulary_of({"tokenizer_type": "GPT2BPETokenizer"}), vocabulary_of({"tokenizer_model": "my.model"})
     (50257, None)
     """
-    # A path names the tokenizer better than its type, which is often that of a library.
+    # A path identifies the tokenizer better than its type, which often belongs to a library.
     for name in ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "tokenizer_type"):
         text = words.get(name, "").lower()[:300]
         for pattern, size in SIZES:
@@ -39,7 +39,7 @@ def vocabulary_of(words: Mapping[str, str]) -> int | None:
 
 
 def padded_size(size: int, unit: int) -> int:
-    """The next multiple.
+    """Return the next multiple of `unit`.
 
     >>> padded_size(50257, 128 * 8)
     51200

@@ -1,8 +1,8 @@
-"""torchtitan's TOML job configuration.
+"""torchtitan's TOML job configuration as job settings.
 
 Keys and defaults: torchtitan/config/job_config.py, from v0.1 (`training.batch_size`) to the last TOML editions
-(`training.local_batch_size`, `compile.enable`). Newer editions are configured in Python; a TOML of theirs, or the flags
-on the command line, are what is read here.
+(`training.local_batch_size`, `compile.enable`). Newer editions are configured in Python (torchtitan_python.py); of
+these, a TOML or the arguments on the command line can be read here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ UNMAPPED = {
 
 
 def translate_config(config: Conversion) -> None:
-    """Fill the conversion."""
+    """Translate a torchtitan configuration into job settings."""
     rename_old_keys(config)
     rename_python_keys(config)
     _read_model(config)
@@ -78,16 +78,17 @@ def translate_config(config: Conversion) -> None:
 
 
 def _read_converters(config: Conversion) -> None:
-    """How a converter scales; where none is named its settings are dead."""
-    used = config.job_value("precision.compute") == "fp8"
+    """Settle the settings of number-format converters, which have no effect unless a converter is named."""
+    is_fp8 = config.job_value("precision.compute") == "fp8"
     for key in (key for key in config.leaves if key not in config.settled):
-        if not used and key.startswith(CONVERTERS):
+        if not is_fp8 and key.startswith(CONVERTERS):
             config.skip_leaf(key, "no converter of model.converters reads it")
         elif key.startswith(("quantize.", "mx.")) or key == "float8.recipe_name":
             config.skip_leaf(key, "how fp8 is scaled: precision.compute is fp8 either way")
 
 
-# Of torchtitan's [model] in any edition; a section with other keys and neither name nor flavour is a fork's.
+# Keys of torchtitan's [model] in any edition; a section with other keys and neither name nor flavour belongs to a
+# fork.
 MODEL_KEYS = frozenset(
     {
         "model.name",
@@ -107,18 +108,18 @@ MODEL_KEYS = frozenset(
 
 
 def _read_model(config: Conversion) -> None:
-    held = [config.find_leaf("model.name"), config.find_leaf("model.flavor")]
-    recipe = any(key.endswith("_target_") for key in config.leaves)
-    if any(one is not None and one.unknown for one in held) or (recipe and held[1] is None):
+    name_and_flavor = [config.find_leaf("model.name"), config.find_leaf("model.flavor")]
+    is_recipe = any(key.endswith("_target_") for key in config.leaves)
+    if any(leaf is not None and leaf.unknown for leaf in name_and_flavor) or (is_recipe and name_and_flavor[1] is None):
         config.read_word("model.flavor")
         return
-    own = next((key for key in config.leaves if key.startswith("model.") and key not in MODEL_KEYS), "")
-    if own and held == [None, None]:
-        config.leave_unmapped(own, "a fork's own model, whose shape is code that is not read")
+    fork_key = next((key for key in config.leaves if key.startswith("model.") and key not in MODEL_KEYS), "")
+    if fork_key and name_and_flavor == [None, None]:
+        config.leave_unmapped(fork_key, "a fork's own model, whose shape is code that is not read")
         return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
-    # The TOML editions had none of these two: there they are a fork's own.
-    model = model_of_flavour(name, flavor) if recipe or (name, flavor) not in LATER_FLAVOURS else None
+    # The TOML editions had neither of these two: there they belong to a fork.
+    model = model_of_flavour(name, flavor) if is_recipe or (name, flavor) not in LATER_FLAVOURS else None
     if model is not None:
         set_known_model(config, model, "model.flavor", "model.name", note=f"{name} {flavor}")
     elif (name, flavor) == ("llama3", "debugmodel"):
@@ -133,14 +134,19 @@ def _read_model(config: Conversion) -> None:
 def _read_degrees(config: Conversion) -> None:
     p = "parallelism."
     config.set_value("parallel.mode", "fixed", note="torchtitan searches nothing")
-    for theirs, ours in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context"), ("expert", "expert")):
-        if (degree := config.read_whole(f"{p}{theirs}_parallel_degree")) is not None:
-            config.set_value(f"parallel.{ours}", max(1, degree), f"{p}{theirs}_parallel_degree")
+    for axis, job_axis in (
+        ("tensor", "tensor"),
+        ("pipeline", "pipeline"),
+        ("context", "context"),
+        ("expert", "expert"),
+    ):
+        if (degree := config.read_whole(f"{p}{axis}_parallel_degree")) is not None:
+            config.set_value(f"parallel.{job_axis}", max(1, degree), f"{p}{axis}_parallel_degree")
     _read_sharding(config, p)
     tensor, pipeline = config.int_of("parallel.tensor"), config.int_of("parallel.pipeline")
     config.assume_default("parallel.sequence_parallel", tensor > 1, "its tensor parallelism always splits norms too")
-    if (off := config.read_flag(f"{p}disable_loss_parallel")) is not None:
-        config.set_value("parallel.loss_parallel", not off, f"{p}disable_loss_parallel")
+    if (is_off := config.read_flag(f"{p}disable_loss_parallel")) is not None:
+        config.set_value("parallel.loss_parallel", not is_off, f"{p}disable_loss_parallel")
     rotate = config.read_word(f"{p}context_parallel_rotate_method") or "allgather"
     kinds = {"allgather": "allgather", "alltoall": "ring"}
     config.set_value("parallel.context_kind", kinds.get(rotate, "allgather"), f"{p}context_parallel_rotate_method")
@@ -155,13 +161,18 @@ def _read_sharding(config: Conversion, p: str) -> None:
     )
     replicas, shard = 1 if replicas is None else replicas, -1 if shard is None else shard
     policy = config.read_word(f"{p}fsdp_reshard_after_forward") or "default"
-    keeps = policy == "never" or (policy == "default" and (config.read_whole(f"{p}pipeline_parallel_degree") or 1) > 1)
+    keeps_gathered = policy == "never" or (
+        policy == "default" and (config.read_whole(f"{p}pipeline_parallel_degree") or 1) > 1
+    )
     names = (f"{p}data_parallel_shard_degree", f"{p}fsdp_reshard_after_forward")
     if shard == 1:
         config.set_value("parallel.zero", 0, *names, note="no sharding: DDP")
     else:
         config.set_value(
-            "parallel.zero", 2 if keeps else 3, *names, note="FSDP" + (" that keeps the weights" if keeps else "")
+            "parallel.zero",
+            2 if keeps_gathered else 3,
+            *names,
+            note="FSDP" + (" that keeps the weights" if keeps_gathered else ""),
         )
     if shard > 0:
         config.set_value(
@@ -181,16 +192,21 @@ def _read_sharding(config: Conversion, p: str) -> None:
 
 def _read_schedule(config: Conversion, p: str, pipeline: int) -> None:
     name = config.read_word(f"{p}pipeline_parallel_schedule") or "1f1b"
-    known = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "interleavedzerobubble": "zero-bubble"}
-    if name not in known:
+    schedules = {
+        "1f1b": "1f1b",
+        "gpipe": "gpipe",
+        "interleaved1f1b": "interleaved",
+        "interleavedzerobubble": "zero-bubble",
+    }
+    if name not in schedules:
         config.leave_unmapped(
             f"{p}pipeline_parallel_schedule", "the planner knows 1F1B, GPipe, Interleaved1F1B, zero bubble"
         )
     if pipeline == 1:
         config.skip_leaf(f"{p}pipeline_parallel_schedule", "no effect with one stage")
         return
-    config.set_value("parallel.schedule", known.get(name, "1f1b"), f"{p}pipeline_parallel_schedule")
-    if known.get(name) == "interleaved":
+    config.set_value("parallel.schedule", schedules.get(name, "1f1b"), f"{p}pipeline_parallel_schedule")
+    if schedules.get(name) == "interleaved":
         config.assume_default("parallel.virtual_pipeline", 2, "two stages per rank for looped schedules")
 
 
@@ -206,17 +222,17 @@ def _read_recompute(config: Conversion) -> None:
 
 
 def _recompute_every(config: Conversion, every: int) -> None:
-    """Every n-th layer whole: so many of each stage, where the model's layers are known."""
+    """Read recomputation of every n-th layer, as a number of layers per stage if the model's layers are known."""
     names = ("activation_checkpoint.selective_ac_option", "activation_checkpoint.mode")
     preset = known_presets().get(str(config.job_value("model.preset") or ""))
     layers = config.int_of("model.layers", int(preset.shape["layers"]) if preset is not None else 0)
-    each = layers // config.int_of("parallel.pipeline") // every
+    layers_each = layers // config.int_of("parallel.pipeline") // every
     note = "every layer, whole" if every == 1 else f"every {every}th layer, whole"
-    if every > 1 and not each:
+    if every > 1 and not layers_each:
         config.unknown["parallel.recompute"] = f"every {every}th layer of a model whose layers are not known"
     config.set_value("parallel.recompute", "full", *names, note=note)
-    if every > 1 and each:
-        config.set_value("parallel.recompute_layers", each, *names, note=note)
+    if every > 1 and layers_each:
+        config.set_value("parallel.recompute_layers", layers_each, *names, note=note)
 
 
 def _read_batch(config: Conversion) -> None:
@@ -236,7 +252,8 @@ def _read_batch(config: Conversion) -> None:
         config.mark_used(local, by="batch.micro")
         if (
             pipeline > 1
-        ):  # distributed/pipeline_parallel.py: a schedule runs over the local batch, again for each of them
+            # distributed/pipeline_parallel.py: a schedule runs over the local batch, once for each of them
+        ):
             config.set_value("batch.fill", max(1, size // max(1, micro)), local)
     else:
         config.set_value("batch.per_replica", size, local, "training.global_batch_size", note=f"{size} per data rank")
@@ -259,8 +276,8 @@ def _read_precision(config: Conversion) -> None:
     compute = formats.get(config.read_word("training.mixed_precision_param") or "bfloat16", "bf16")
     converters = config.read_word("model.converters")
     if any(word in converters for word in ("float8", "mx", "quantize", "nvfp4")):
-        narrow = "fp4" if "nvfp4" in converters else "fp8"
-        config.set_value("precision.compute", narrow, "model.converters", note=converters[:60])
+        narrow_format = "fp4" if "nvfp4" in converters else "fp8"
+        config.set_value("precision.compute", narrow_format, "model.converters", note=converters[:60])
         _read_exclusions(config)
         config.mark_used("training.mixed_precision_param", by="precision.compute: what is not fp8")
     else:
@@ -287,16 +304,18 @@ def _read_precision(config: Conversion) -> None:
 
 
 def _read_exclusions(config: Conversion) -> None:
-    """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
+    """Read whether the head, which is a linear layer, is excluded from fp8 by name (mx excludes it by default)."""
     filters = [key for key in config.leaves if key.endswith(("float8.filter_fqns", ".filter_fqns", ".fqns"))]
-    named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
-    # Editions that switch fp8 on by a key of its own leave the head out themselves: float8_linear.py, "output".
+    is_head_named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
+    # Editions that enable fp8 by a separate key exclude the head: float8_linear.py, "output".
     leaf = config.find_leaf("model.converters")
-    by_itself = leaf is not None and leaf.key in FLOAT8
+    excludes_head = leaf is not None and leaf.key in FLOAT8
     converted = "float8" in config.read_word("model.converters")
-    spared = named or by_itself or not converted
-    older = config.has_leaf("training.batch_size")  # some of them did so too; from local_batch_size on none does
-    config.practice["fp8_spares_sensitive"] = None if older and not spared else spared
+    is_head_spared = is_head_named or excludes_head or not converted
+    is_old_edition = config.has_leaf(
+        "training.batch_size"
+    )  # some of them did so too; from local_batch_size on none does
+    config.practice["fp8_spares_sensitive"] = None if is_old_edition and not is_head_spared else is_head_spared
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 
@@ -310,7 +329,7 @@ def _read_optimizer(config: Conversion) -> None:
         config.leave_unmapped("optimizer.name", "not an optimizer of the job schema")
     config.set_value("optim.lr", config.read_number("optimizer.lr") or 8e-4, "optimizer.lr")
     betas = [config.read_number("optimizer.beta1"), config.read_number("optimizer.beta2")]
-    if any(one is not None for one in betas):
+    if any(beta is not None for beta in betas):
         values = [0.9 if betas[0] is None else betas[0], 0.95 if betas[1] is None else betas[1]]
         config.set_value("optim.betas", values, "optimizer.beta1", "optimizer.beta2")
     config.copy_keys(
@@ -346,9 +365,9 @@ def _schedule_of_lr(config: Conversion) -> None:
 def _read_checkpoint(config: Conversion) -> None:
     c = "checkpoint."
     switch = f"{c}enable_checkpoint" if config.has_leaf(f"{c}enable_checkpoint") else f"{c}enable"
-    on = bool(config.read_flag(switch))
+    is_enabled = bool(config.read_flag(switch))
     steps = config.read_whole(f"{c}interval")
-    if on:
+    if is_enabled:
         config.set_value("checkpoint.steps", steps or 500, f"{c}interval", switch)
     else:
         config.set_value("checkpoint.steps", NEVER, switch, note="checkpoints are off")

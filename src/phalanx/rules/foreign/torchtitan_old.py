@@ -1,11 +1,11 @@
-"""Keys of older torchtitan editions, under the names of the last TOML one."""
+"""Keys of older torchtitan editions, under the names of the last TOML edition."""
 
 from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import Conversion
 
 P = "parallelism."
-# From torchtitan's history: the first editions had all degrees under [training], then [experimental].
+# From torchtitan's history: the first editions had all degrees under [training], later ones under [experimental].
 RENAMED = {
     "training.tensor_parallel_degree": f"{P}tensor_parallel_degree",
     "training.sequence_parallel_degree": f"{P}tensor_parallel_degree",
@@ -36,7 +36,7 @@ FLOAT8 = (
 
 
 def rename_old_keys(config: Conversion) -> None:
-    """Let the reader find what older editions spell differently."""
+    """Map keys of older editions to the names that the reader uses."""
     for old, new in RENAMED.items():
         if old != new:
             config.rename_leaf(new, old)

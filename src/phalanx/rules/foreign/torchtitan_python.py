@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import Conversion
 
-# Classes of distributed/activation_checkpoint.py, and the modes they were before.
+# Classes of distributed/activation_checkpoint.py, and the modes that they replaced.
 RECOMPUTE = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget", "NoAC": "none"}
 CONVERTERS = {"NVFP4": "nvfp4", "Float8": "float8", "MXFP8": "mx", "MX": "mx"}
 SLOTS, STEP = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
@@ -13,7 +13,7 @@ MOST_GROUPS = 16
 
 
 def rename_python_keys(config: Conversion) -> None:
-    """Let the reader find what recipes say with classes and functions."""
+    """Map settings that recipes express by classes and functions to the names that the reader uses."""
     if not any(key.endswith("_target_") for key in config.leaves):
         return
     _name_model(config)
@@ -37,8 +37,8 @@ def _name_model(config: Conversion) -> None:
         for name in ("model.flavor", "model.converters"):
             config.read_as[name] = spec
     kinds = [
-        (key, str(one.value))
-        for key, one in config.leaves.items()
+        (key, str(leaf_of_kind.value))
+        for key, leaf_of_kind in config.leaves.items()
         if key.startswith("model_spec.converters.") and key.count(".") == 3 and key.endswith("._target_")
     ]
     for key, kind in kinds:
@@ -53,12 +53,12 @@ def _name_model(config: Conversion) -> None:
 
 def _name_recompute(config: Conversion) -> None:
     leaf = config.leaves.get("activation_checkpoint._target_")
-    word = str(leaf.value).removesuffix(".Config").rpartition(".")[2] if leaf is not None else ""
-    if word in RECOMPUTE:
-        config.rename_leaf("activation_checkpoint.mode", "activation_checkpoint._target_", RECOMPUTE[word])
-    whole = config.leaves.get("activation_checkpoint")
-    if whole is not None and whole.unknown:
-        config.read_as["activation_checkpoint.mode"] = whole
+    class_name = str(leaf.value).removesuffix(".Config").rpartition(".")[2] if leaf is not None else ""
+    if class_name in RECOMPUTE:
+        config.rename_leaf("activation_checkpoint.mode", "activation_checkpoint._target_", RECOMPUTE[class_name])
+    section_leaf = config.leaves.get("activation_checkpoint")
+    if section_leaf is not None and section_leaf.unknown:
+        config.read_as["activation_checkpoint.mode"] = section_leaf
     elif "activation_checkpoint" in config.leaves:  # None
         config.read_as["activation_checkpoint.mode"] = type(config.leaves["activation_checkpoint"])(
             key="activation_checkpoint", value="none", line=config.leaves["activation_checkpoint"].line
@@ -66,7 +66,7 @@ def _name_recompute(config: Conversion) -> None:
 
 
 def _name_optimizer(config: Conversion) -> None:
-    """One group of parameters says its optimizer; of several, the one that catches all others."""
+    """Read the optimizer from the only group of parameters, or from the one that matches all parameters."""
     o = "optimizer."
     leaf = config.leaves.get(f"{o}_target_")
     if leaf is not None and str(leaf.value).endswith("default_adamw"):
@@ -74,9 +74,9 @@ def _name_optimizer(config: Conversion) -> None:
         config.rename_leaf("optimizer.lr", f"{o}_args_.0")
     groups = [index for index in range(MOST_GROUPS) if f"{o}param_groups.{index}.optimizer_name" in config.leaves]
     patterns = {index: config.leaves.get(f"{o}param_groups.{index}.pattern") for index in groups}
-    whole = [index for index, one in patterns.items() if one is not None and one.value == ".*"]
-    if groups and (len(groups) == 1 or whole):
-        group = f"{o}param_groups.{whole[-1] if whole else groups[0]}."
+    catch_all = [index for index, pattern in patterns.items() if pattern is not None and pattern.value == ".*"]
+    if groups and (len(groups) == 1 or catch_all):
+        group = f"{o}param_groups.{catch_all[-1] if catch_all else groups[0]}."
         config.rename_leaf("optimizer.name", f"{group}optimizer_name")
         for name in ("lr", "eps", "weight_decay"):
             config.rename_leaf(f"{o}{name}", f"{group}optimizer_kwargs.{name}")
@@ -85,19 +85,20 @@ def _name_optimizer(config: Conversion) -> None:
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
         config.rename_leaf("optimizer.beta1", betas.key, betas.value[0])
         config.rename_leaf("optimizer.beta2", betas.key, betas.value[1])
-    if (held := config.leaves.get("optimizer")) is not None and held.unknown:
+    if (section_leaf := config.leaves.get("optimizer")) is not None and section_leaf.unknown:
         for name in ("name", "lr", "eps", "weight_decay"):
-            config.read_as[f"{o}{name}"] = held
+            config.read_as[f"{o}{name}"] = section_leaf
 
 
 def _name_batch(config: Conversion) -> None:
-    """Editions that count tokens: a micro-batch is so many slots, in sequences of the context's length."""
+    """Read editions that count tokens: a micro-batch is a number of tokens, in sequences of the context's length."""
     if not any(key in config.leaves for key in (SLOTS, STEP, CONTEXT)):
         return
     context, slots = config.read_whole(CONTEXT), config.read_whole(SLOTS)
     config.rename_leaf("training.seq_len", CONTEXT)
     length = context if context else 2048 if CONTEXT not in config.leaves else 0
-    tokens = slots if slots else 16_384 if SLOTS not in config.leaves else 0  # config/configs.py: TrainingConfig
+    # config/configs.py: TrainingConfig
+    tokens = slots if slots else 16_384 if SLOTS not in config.leaves else 0
     if not length or not tokens:
         for name in ("training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"):
             config.rename_leaf(name, SLOTS if SLOTS in config.leaves else CONTEXT)

@@ -1,4 +1,4 @@
-"""Megatron's arguments where DeepSpeed runs the step: its JSON scales the loss and sizes the buckets, not they."""
+"""Corrections of Megatron's arguments under DeepSpeed, whose JSON determines loss scale and bucket size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ JSON_SAYS = "DeepSpeed's JSON says it, and not the arguments"
 
 
 def heed_deepspeed(config: Conversion) -> None:
-    """Replace what Megatron's own arguments say of loss scale and buckets; a JSON that is not there leaves it open."""
+    """Replace loss scale and buckets of Megatron's arguments by the JSON's; without the JSON they are unknown."""
     if not config.read_flag("deepspeed"):
         return
-    found = _read_json(config)
-    # Which releases heed --no-load-optim differs: old ones let DeepSpeed's engine save and load all it has.
+    json_leaves = _read_json(config)
+    # Releases differ in whether they obey --no-load-optim: old ones let DeepSpeed's engine save and load
+    # everything.
     config.practice.pop("resumes_exactly", None)
-    _set_loss_scale(config, found)
-    _set_buckets(config, found)
+    _set_loss_scale(config, json_leaves)
+    _set_buckets(config, json_leaves)
 
 
 def _read_json(config: Conversion) -> dict[str, Leaf] | None:
@@ -46,7 +47,8 @@ def _set_loss_scale(config: Conversion, found: dict[str, Leaf] | None) -> None:
     if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0:
         config.values["precision.loss_scale"] = JobSetting(value=float(scale), note="static, of DeepSpeed's JSON")
     elif found is None:
-        config.practice["loss_scale"] = None  # it stands in a JSON that is not here
+        # It is in a JSON that is not available
+        config.practice["loss_scale"] = None
 
 
 def _set_buckets(config: Conversion, found: dict[str, Leaf] | None) -> None:

@@ -1,1 +1,1 @@
-"""Text to token shards, and token shards to batches: the same samples in the same order whatever the layout."""
+"""Datasets: text to token shards, and token shards to batches that are the same for every layout."""

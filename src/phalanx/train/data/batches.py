@@ -1,4 +1,4 @@
-"""Steps to samples: how many sequences each step learns from, and which of them are this rank's."""
+"""Assignment of samples to steps and data ranks, with batch ramps and background reading."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from phalanx.train.data.sampler import Sampler
 from phalanx.train.data.token_samples import Tokens
 
 PREFETCH = 2
-IGNORED = -100  # target of a token that is not scored, as in torch
+IGNORED = -100  # target of a token that is not scored, the value that torch ignores
 
 
 class Samples(Protocol):
-    """Where the tokens come from."""
+    """Source of token samples."""
 
     def samples(self, indices: Tokens, length: int) -> Tokens:
-        """Rows [count, length + 1]."""
+        """Return the samples at `indices` as rows [count, length + 1]."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Steps of one batch size."""
+    """A range of steps with one batch size."""
 
     first_step: int
     first_sequence: int
@@ -39,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """Which positions of the sampler every step takes, the ramp of the batch included. Steps count from 0."""
+    """The sampler positions of every step, including the batch ramp. Steps count from 0."""
 
     stages: tuple[Stage, ...]
     steps: int
@@ -47,30 +47,31 @@ class BatchPlan:
 
     @classmethod
     def of(cls, batch: Batch, *, sequence: int, tokens: int) -> BatchPlan:
-        """Walk the ramp: a stage lasts until its tokens were seen, the last step reaches or passes `tokens`."""
+        """Build the plan: a ramp stage lasts until its tokens were seen, the last step reaches or passes `tokens`."""
         stages: list[Stage] = []
         step = position = 0
-        for until, size in _ramp_stages(batch, sequence, tokens):
-            left = -(-until // sequence) - position
-            if left <= 0:
+        for until_tokens, size in _ramp_stages(batch, sequence, tokens):
+            # Ceiling division: a stage ends with the first whole sequence that reaches its tokens.
+            remaining = -(-until_tokens // sequence) - position
+            if remaining <= 0:
                 continue
             stages.append(Stage(first_step=step, first_sequence=position, sequences=size))
-            count = -(-left // size)
+            count = -(-remaining // size)
             step, position = step + count, position + count * size
         return cls(stages=tuple(stages), steps=step, sequence=sequence)
 
     def at(self, step: int) -> tuple[int, int]:
-        """(first position, sequences) of a step; the last batch size goes on behind the last step."""
+        """Return (first position, sequences) of a step; steps after the last keep the last batch size."""
         stage = self.stages[bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1]
         return stage.first_sequence + (step - stage.first_step) * stage.sequences, stage.sequences
 
     def tokens_before(self, step: int) -> int:
-        """Tokens learnt from when a step begins."""
+        """Return the number of training tokens before a step."""
         return self.at(step)[0] * self.sequence
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Every number of sequences per step that occurs."""
+        """All numbers of sequences per step that occur, ascending."""
         return tuple(sorted({stage.sequences for stage in self.stages}))
 
 
@@ -81,9 +82,10 @@ def _ramp_stages(batch: Batch, sequence: int, tokens: int) -> Iterator[tuple[int
 
 
 def steady_ramp(*, start: int, increment: int, over_sequences: int, full: int, sequence: int) -> tuple[RampStage, ...]:
-    """The ramp other trainers write as "start increment samples": `full` is reached in equal shares of the samples.
+    """Build the ramp that other trainers write as "start increment samples".
 
-    BLOOM wrote 16 16 9_765_625 with a full batch of 2,048 (bigscience tr11-176B-ml chronicles).
+    `full` is reached in equal shares of the samples. BLOOM wrote 16 16 9_765_625 with a full batch of 2,048
+    (bigscience tr11-176B-ml chronicles).
     """
     count = (full - start) // increment
     return tuple(
@@ -98,8 +100,9 @@ def steady_ramp(*, start: int, increment: int, over_sequences: int, full: int, s
 class Batches:
     """This data rank's part of every global batch, read ahead by a thread.
 
-    The batch is dealt in order and in whole micro-batches (`BatchDeal`), so the whole is the same for every number of
-    ranks. Rows beyond the last sequence fill micro-batches up: they repeat a sequence and none of their targets counts.
+    The batch is distributed in order and in whole micro-batches (`BatchDeal`), so the global batch is the same for
+    every number of ranks. Rows after the last sequence pad micro-batches: they repeat a sequence and none of their
+    targets counts.
     """
 
     def __init__(
@@ -122,41 +125,45 @@ class Batches:
         self._ahead: ReadAhead[Tokens] | None = None
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
-        """(tokens, targets), int64 [b, sequence] each, of a step; the steps that follow are read in the background."""
+        """Return (tokens, targets) of a step, int64 [b, sequence] each; the next steps are read in the background."""
         if self._ahead is None or self._ahead.next_step != step:
             self.close()
             self._ahead = ReadAhead(self.read, step)
         rows = self._ahead.take()
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        real = len(self._real_samples(step))
-        if real < len(rows):
+        num_real = len(self._real_samples(step))
+        if num_real < len(rows):
             targets = targets.copy()  # shares its memory with the tokens
-            targets[real:] = IGNORED
+            targets[num_real:] = IGNORED
         return tokens, targets
 
     def position(self, step: int) -> Any:
-        """What a checkpoint must keep of the place in the data after `step` steps: nothing, the step tells it."""
+        """Return the data position that a checkpoint must store: None, since the step determines it."""
         return None
 
     def restore_position(self, position: Any) -> None:
-        """Nothing to take up."""
+        """Do nothing: the step determines the position."""
 
     def indices(self, step: int) -> Tokens:
-        """The samples that this rank learns from in a step."""
-        mine = self._real_samples(step)
-        return self._sampler.indices(self._plan.at(step)[0] + mine.start, len(mine))
+        """Return the indices of the samples that this rank trains on in a step."""
+        own_range = self._real_samples(step)
+        return self._sampler.indices(self._plan.at(step)[0] + own_range.start, len(own_range))
 
     def read(self, step: int) -> Tokens:
-        """Rows [b, sequence + 1] of a step, read now; those that fill up come last."""
+        """Read rows [b, sequence + 1] of a step; padding rows come last."""
         first, sequences = self._plan.at(step)
-        mine = self.indices(step)
-        # Something with the lengths and words of real text, so that a filling row costs no more than another.
-        real = self._dataset.samples(mine if len(mine) else self._sampler.indices(first, 1), self._sequence)
-        missing = self._dealing.rows(sequences) - len(real)
-        return np.ascontiguousarray(np.concatenate([real, np.repeat(real[-1:], missing, axis=0)]) if missing else real)
+        own_indices = self.indices(step)
+        # Padding repeats real text, so that a padding row costs no more time than another.
+        real_rows = self._dataset.samples(
+            own_indices if len(own_indices) else self._sampler.indices(first, 1), self._sequence
+        )
+        num_padding = self._dealing.rows(sequences) - len(real_rows)
+        return np.ascontiguousarray(
+            np.concatenate([real_rows, np.repeat(real_rows[-1:], num_padding, axis=0)]) if num_padding else real_rows
+        )
 
     def _real_samples(self, step: int) -> range:
-        """This rank's sequences, counted from the first of the batch."""
+        """Return the range of this rank's sequences, relative to the first of the batch."""
         return self._dealing.real(self._rank, self._plan.at(step)[1])
 
     def close(self) -> None:
@@ -182,30 +189,31 @@ class ReadAhead(Generic[T]):
     def _read_ahead(self, read: Callable[[int], T], step: int) -> None:
         while not self._stopped.is_set():
             try:
-                found: T | Exception = read(step)
-            except Exception as error:  # handed to the loop, which asked for the step
-                found = error
+                item: T | Exception = read(step)
+            # Passed to the training loop, which requested the step
+            except Exception as error:
+                item = error
             while not self._stopped.is_set():
                 try:
-                    self._queue.put(found, timeout=0.1)
+                    self._queue.put(item, timeout=0.1)
                     break
                 except queue.Full:
                     continue
-            if isinstance(found, Exception):
+            if isinstance(item, Exception):
                 return
             step += 1
 
     def take(self) -> T:
-        """The next step's rows; raises what reading raised."""
-        found = self._queue.get()
-        if isinstance(found, Exception):
+        """Return the next step's rows; raise the exception that reading raised."""
+        item = self._queue.get()
+        if isinstance(item, Exception):
             self._stopped.set()
             self.next_step = -1
-            raise found
+            raise item
         self.next_step += 1
-        return found
+        return item
 
     def stop(self) -> None:
-        """End the thread and wait for it."""
+        """Stop the thread and wait for it."""
         self._stopped.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`phalanx data build`: documents in, a dataset folder out, whole or not at all, and resumed where it was killed."""
+"""`phalanx data build`: turn documents into a dataset folder, published complete or not at all, and resumable."""
 
 from __future__ import annotations
 
@@ -47,16 +47,20 @@ from phalanx.train.data.tokenizer import (
 from phalanx.units import plural
 
 STATE = "progress.json"
-SHARD_TOKENS = 1 << 27  # 268 MB of uint16: a trillion tokens are 7,451 files, a killed build loses minutes
-BATCH_BYTES = 1 << 18  # text encoded at once; 1,000 reviews take 5 to 20 % more CPU inside the tokenizer than 250
-SAMPLE_BYTES = 5 * 10**6  # 2.4 s of CPU for 8,192 tokens; 33 MB took 21.6 s for 0.3 % fewer tokens (docs/data.md)
-MOST_MISSING = 0.1  # share of lines without text above which the field is thought to be misspelt
-FIRST_LOOK = 100  # records after which that share means something
+# 268 MB of uint16: a trillion tokens are 7,451 files, and a killed build loses minutes
+SHARD_TOKENS = 1 << 27
+# Text encoded at once; 1,000 reviews take 5 to 20 % more CPU inside the tokenizer than 250
+BATCH_BYTES = 1 << 18
+# 2.4 s of CPU for 8,192 tokens; 33 MB took 21.6 s for 0.3 % fewer tokens (docs/data.md)
+SAMPLE_BYTES = 5 * 10**6
+# Share of records without text above which the field name is considered wrong
+MOST_MISSING = 0.1
+FIRST_LOOK = 100  # records after which that share is meaningful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOrigin:
-    """A file or folder to read, and how often its samples are to be seen beside the others'."""
+    """A file or folder to read, and the relative frequency of its samples in training."""
 
     path: Path
     weight: float = 1.0
@@ -66,7 +70,7 @@ class TextOrigin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides what a dataset holds."""
+    """Everything that determines the content of a dataset."""
 
     origins: tuple[TextOrigin, ...]
     tokenizer: Path | None = None
@@ -80,11 +84,11 @@ class Recipe:
 
 @dataclass(kw_only=True, slots=True)
 class _BuildState:
-    """What is finished, as stored beside the shards after each of them."""
+    """Finished work of a build, stored next to the shards after each of them."""
 
     fingerprint: str
     sources: list[Source] = field(default_factory=list)
-    complete: bool = True  # whether the last source is
+    complete: bool = True  # whether the last source is complete
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -93,19 +97,26 @@ class _BuildState:
 def build_dataset(
     recipe: Recipe, out: Path, progress_for: Callable[[int], BuildProgress], *, wait_s: float = 0.0, reuse: bool = False
 ) -> DatasetManifest:
-    """Make the dataset `out`; raises UserError for bad input and SystemFailure for a full disk or another builder.
+    """Build the dataset folder `out`, and return its manifest.
 
-    With `reuse`, one that another process finished while we waited is taken.
+    Args:
+        recipe: Sources, tokenizer and options.
+        out: The folder to create; a hidden partial folder next to it holds unfinished work, which a later call resumes.
+        progress_for: Makes the progress display from the number of bytes to read.
+        wait_s: Seconds to wait for another process that builds the same folder.
+        reuse: Return the dataset that another process finished meanwhile instead of failing.
+
+    Raises UserError for bad input and SystemFailure for a full disk or another builder.
     """
     check_recipe(recipe)
     if not reuse:
         _check_out(out)
     files = [list_files(origin.path) for origin in recipe.origins]
-    progress = progress_for(sum(path.stat().st_size for found, _ in files for path in found))
-    for origin, (_, passed) in zip(recipe.origins, files, strict=True):
-        if passed:
+    progress = progress_for(sum(path.stat().st_size for source_files, _ in files for path in source_files))
+    for origin, (_, num_skipped) in zip(recipe.origins, files, strict=True):
+        if num_skipped:
             progress.note(
-                f"note: {origin.path} holds {plural(passed, 'file')} that an ending says are not text; left out"
+                f"note: {origin.path} holds {plural(num_skipped, 'file')} that an ending says are not text; left out"
             )
     partial = out.parent / f".{out.name}.partial"
     try:
@@ -115,7 +126,7 @@ def build_dataset(
                 return read_manifest(out)
             _check_out(out)
             partial.mkdir(exist_ok=True)
-            work = _Work(recipe, [found for found, _ in files], partial, progress)
+            work = _Work(recipe, [source_files for source_files, _ in files], partial, progress)
             manifest = work.run()
             _publish_dataset(partial, out, manifest)
     except OSError as error:
@@ -133,7 +144,7 @@ class _Work:
         self.state = self._resume_state()
 
     def run(self) -> DatasetManifest:
-        """Tokenizer, then source by source; leaves every shard on disk."""
+        """Load or train the tokenizer, then write the shards of every source; return the manifest."""
         tokenizer = self._get_tokenizer()
         self.progress.begin("tokens")
         for number, (origin, files) in enumerate(zip(self.recipe.origins, self.files, strict=True)):
@@ -154,28 +165,28 @@ class _Work:
         return manifest
 
     def _resume_state(self) -> _BuildState:
-        """The stored state if it is of the same inputs; whatever it does not name is removed."""
+        """Return the stored state if it belongs to the same inputs, and delete all files that it does not name."""
         fingerprint = _recipe_fingerprint(self.recipe, self.files)
         state = _stored_state(self.folder / STATE)
-        known = state is not None and state.fingerprint == fingerprint
-        if state is not None and not known:
+        matches = state is not None and state.fingerprint == fingerprint
+        if state is not None and not matches:
             self.progress.note("note: the sources or options changed since the unfinished build; starting over")
-        fresh = state if state is not None and known else _BuildState(fingerprint=fingerprint)
-        keep = {STATE, TOKENIZER} if known else set()
-        for source in fresh.sources:
-            keep |= {name for shard in source.shards for name in (shard.file, shard.index_file, shard.block_file)}
+        current = state if state is not None and matches else _BuildState(fingerprint=fingerprint)
+        kept_names = {STATE, TOKENIZER} if matches else set()
+        for source in current.sources:
+            kept_names |= {name for shard in source.shards for name in (shard.file, shard.index_file, shard.block_file)}
         for path in self.folder.iterdir():
-            if path.name not in keep:
+            if path.name not in kept_names:
                 path.unlink()
-        if fresh.sources:
-            tokens = sum(shard.tokens for source in fresh.sources for shard in source.shards)
+        if current.sources:
+            tokens = sum(shard.tokens for source in current.sources for shard in source.shards)
             self.progress.note(f"going on after {tokens:,} tokens of an unfinished build")
-        return fresh
+        return current
 
     def _get_tokenizer(self) -> TextTokenizer:
-        path, given = self.folder / TOKENIZER, self.recipe.tokenizer
-        if given is not None:
-            tokenizer = load_tokenizer(given, end_of_text=self.recipe.end_of_text)
+        path, given_path = self.folder / TOKENIZER, self.recipe.tokenizer
+        if given_path is not None:
+            tokenizer = load_tokenizer(given_path, end_of_text=self.recipe.end_of_text)
         elif path_exists(path):
             return load_tokenizer(path)
         else:
@@ -185,17 +196,17 @@ class _Work:
         return tokenizer
 
     def _train_tokenizer(self) -> TextTokenizer:
-        """A tokenizer from training documents alone: what is held out is not looked at."""
+        """Train a tokenizer on training documents only; held-out documents are not used."""
         sample = HashSample(self.recipe.sample_bytes)
         self.progress.begin("choosing text for the tokenizer")
         for origin, files in zip(self.recipe.origins, self.files, strict=True):
-            watch = _SourceCount(origin, self.recipe.reading, Tally())
+            count = _SourceCount(origin, self.recipe.reading, Tally())
             for record in _all_records(files, self.recipe.reading):
-                watch.see(record)
+                count.see(record)
                 if record.text and record.text.strip() and not held_out(record.text, self.recipe.heldout):
                     sample.show(record.text)
                 self.progress.advance(record.read_bytes)
-            watch.finish()
+            count.finish()
         texts = sample.texts()
         if not texts:
             raise _nothing_found(self.recipe)
@@ -213,26 +224,26 @@ class _Work:
         records = _all_records(files, self.recipe.reading)
         for record in itertools.islice(records, source.tally.records):
             self.progress.advance(record.read_bytes, skipped=True)
-        watch = _SourceCount(origin, self.recipe.reading, source.tally)
+        count = _SourceCount(origin, self.recipe.reading, source.tally)
         chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
         try:
             for batch in _record_batches(records, min(BATCH_BYTES, 2 * self.recipe.shard_tokens)):
                 for record in batch:
-                    watch.see(record)
+                    count.see(record)
                 chunk.add(batch, self.recipe.heldout)
                 self.progress.advance(sum(record.read_bytes for record in batch), chunk.last_tokens)
                 if chunk.tokens >= self.recipe.shard_tokens:
-                    source = chunk.close(watch.tally)
+                    source = chunk.close(count.tally)
                     self._save_state(source, complete=False)
                     chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
-            watch.finish()
-            self._save_state(chunk.close(watch.tally), complete=True)
+            count.finish()
+            self._save_state(chunk.close(count.tally), complete=True)
         except BaseException:
             chunk.abandon()
             raise
 
     def _begin_source(self, number: int, origin: TextOrigin) -> Source | None:
-        """The source as far as it is done, put last in the state; None when it is finished."""
+        """Return the source's progress, as the last one of the state; None if it is finished."""
         state = self.state
         if number < len(state.sources):
             finished = number < len(state.sources) - 1 or state.complete
@@ -247,7 +258,7 @@ class _Work:
 
 
 class _Chunk:
-    """The shards now growing, one per split, that are closed together."""
+    """The open shards, one per split, which are closed together."""
 
     def __init__(self, folder: Path, stem: str, source: Source, tokenizer: TextTokenizer) -> None:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
@@ -258,38 +269,38 @@ class _Chunk:
 
     @property
     def tokens(self) -> int:
-        """Tokens of this chunk so far."""
+        """Number of tokens of this chunk so far."""
         return sum(writer.tokens for writer in self.writers.values())
 
     def add(self, batch: Sequence[Record], heldout: float) -> None:
-        """Encode documents and write each to its side."""
+        """Encode documents and write each to its split."""
         texts = [record.text for record in batch if record.text and record.text.strip()]
-        sides: dict[Split, list[tuple[list[int], int]]] = {split: [] for split in SPLITS}
+        documents_of: dict[Split, list[tuple[list[int], int]]] = {split: [] for split in SPLITS}
         for text, tokens in zip(texts, self.tokenizer.encode(texts), strict=True):
-            sides["heldout" if held_out(text, heldout) else "train"].append((tokens, len(text.encode())))
-        before = self.tokens
-        for split, documents in sides.items():
+            documents_of["heldout" if held_out(text, heldout) else "train"].append((tokens, len(text.encode())))
+        tokens_before = self.tokens
+        for split, documents in documents_of.items():
             if documents:
                 if split not in self.writers:
                     self.writers[split] = ShardWriter(
                         self.folder, self.stems[split], split, _token_dtype(self.tokenizer)
                     )
                 self.writers[split].write(documents, self.tokenizer.end_of_text)
-        self.last_tokens = self.tokens - before
+        self.last_tokens = self.tokens - tokens_before
 
     def close(self, tally: Tally) -> Source:
-        """The source with these shards added."""
+        """Close the shards, and return the source with them."""
         shards: tuple[Shard, ...] = tuple(self.writers[split].close() for split in SPLITS if split in self.writers)
         return dataclasses.replace(self.source, tally=tally, shards=self.source.shards + shards)
 
     def abandon(self) -> None:
-        """Let go of the files after a failure."""
+        """Close the files after a failure."""
         for writer in self.writers.values():
             writer.abandon()
 
 
 class _SourceCount:
-    """Counts what a source gives, and says early when a field seems misspelt."""
+    """Counts the records of a source, and raises early if the text field seems misspelt."""
 
     def __init__(self, origin: TextOrigin, reading: Reading, tally: Tally) -> None:
         self.origin, self.reading, self.tally = origin, reading, tally
@@ -304,22 +315,22 @@ class _SourceCount:
                 self.finish()
 
     def finish(self) -> None:
-        """Raise UserError when too many records had no text."""
+        """Raise UserError if too many records had no text."""
         tally = self.tally
         if tally.missing > MOST_MISSING * tally.records:
-            what = f'{tally.missing:,} of {tally.records:,} records have no text in "{self.reading.field}"'
+            problem = f'{tally.missing:,} of {tally.records:,} records have no text in "{self.reading.field}"'
             fix = "name the field that holds the text with --field"
-            raise mistake(str(self.origin.path), what, why=f"such as {self._fault}", fix=fix)
+            raise mistake(str(self.origin.path), problem, why=f"such as {self._fault}", fix=fix)
 
 
 def held_out(text: str, share: float) -> bool:
-    """Whether a document is kept from training: by its own hash, so in any order, source or build alike.
+    """Return whether a document is held out from training; its hash decides, whatever the order, source or build.
 
     >>> held_out("a", 0.0), held_out("a", 1.0)
     (False, True)
     """
-    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
-    return word < share * 2.0**64
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
+    return digest < share * 2.0**64
 
 
 def _all_records(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
@@ -331,7 +342,8 @@ def _record_batches(records: Iterator[Record], most_bytes: int) -> Iterator[list
     size = 0
     for record in records:
         batch.append(record)
-        size += len(record.text or "") + 64  # so that a million empty lines are not one batch
+        # So that a million empty lines are not one batch
+        size += len(record.text or "") + 64
         if size >= most_bytes:
             yield batch
             batch, size = [], 0
@@ -340,19 +352,19 @@ def _record_batches(records: Iterator[Record], most_bytes: int) -> Iterator[list
 
 
 def _count_record(tally: Tally, record: Record) -> Tally:
-    missing, empty = record.text is None, record.text is not None and not record.text.strip()
+    is_missing, is_empty = record.text is None, record.text is not None and not record.text.strip()
     return Tally(
         records=tally.records + 1,
-        documents=tally.documents + (not missing and not empty),
-        empty=tally.empty + empty,
-        missing=tally.missing + missing,
+        documents=tally.documents + (not is_missing and not is_empty),
+        empty=tally.empty + is_empty,
+        missing=tally.missing + is_missing,
         bad_utf8=tally.bad_utf8 + record.bad_utf8,
         cut=tally.cut + record.cut,
     )
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """All that is wrong with a call, at once."""
+    """Raise UserError with all problems of a recipe."""
     problems = [*_bad_origins(recipe.origins), *_bad_numbers(recipe)]
     if problems:
         raise UserError(problems)
@@ -363,17 +375,17 @@ def _bad_origins(origins: Sequence[TextOrigin]) -> Iterator[Problem]:
         yield Problem(
             where="SOURCE", what="none is given", fix="name files or folders, or use --corpus offline-english"
         )
-    seen: set[Path] = set()
+    paths: set[Path] = set()
     for origin in origins:
         if not (math.isfinite(origin.weight) and origin.weight > 0):
             fix = "use a number above 0, or leave the source out"
             why = "a source is seen in proportion to its weight"
             yield Problem(where=str(origin.path), what=f"has the weight {origin.weight:g}", why=why, fix=fix)
-        if resolve_path(origin.path) in seen:
+        if resolve_path(origin.path) in paths:
             yield Problem(
                 where=str(origin.path), what="is given twice", fix=f"use {origin.path}=2 to see it twice as often"
             )
-        seen.add(resolve_path(origin.path))
+        paths.add(resolve_path(origin.path))
 
 
 def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
@@ -385,8 +397,8 @@ def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
         fix = f"use {LEAST_VOCAB} to {MOST_VOCAB:,}"
         yield Problem(where="--vocab", what=f"{recipe.vocab:,} is out of range", why=why, fix=fix)
     if recipe.reading.split_on not in SPLIT_ON:
-        close = nearest(recipe.reading.split_on, SPLIT_ON)
-        fix = f"use {close}" if close else f"use one of {', '.join(SPLIT_ON)}"
+        suggestion = nearest(recipe.reading.split_on, SPLIT_ON)
+        fix = f"use {suggestion}" if suggestion else f"use one of {', '.join(SPLIT_ON)}"
         yield Problem(where="--split-on", what=f'"{recipe.reading.split_on}" is unknown', fix=fix)
     if recipe.shard_tokens < 1:
         yield Problem(where="--shard-tokens", what=f"{recipe.shard_tokens:,} must be at least 1", fix="use 1 or more")
@@ -395,20 +407,21 @@ def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
 def _check_out(out: Path) -> None:
     if not (path_exists(out) or out.is_symlink()):
         return
-    what = "already holds a dataset" if is_file(out / MANIFEST) else "already exists"
-    raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
+    problem = "already holds a dataset" if is_file(out / MANIFEST) else "already exists"
+    raise mistake(str(out), problem, why="a build never changes what is there", fix="remove it, or name another folder")
 
 
 def _nothing_found(recipe: Recipe) -> UserError:
-    where = ", ".join(str(origin.path) for origin in recipe.origins)[:200]
+    sources = ", ".join(str(origin.path) for origin in recipe.origins)[:200]
     fix = "look at the sources, or cut them in more documents with --split-on blank"
-    return mistake(where, "no document is left to train on", why="all are empty, missing or held out", fix=fix)
+    return mistake(sources, "no document is left to train on", why="all are empty, missing or held out", fix=fix)
 
 
 def _publish_dataset(partial: Path, out: Path, manifest: DatasetManifest) -> None:
     (partial / STATE).unlink(missing_ok=True)
     replace_text(partial / MANIFEST, manifest.dump())
     partial.rename(out)
+    # Flushed, so that the rename survives a power failure.
     handle = os.open(out.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -422,7 +435,7 @@ def _cannot_write(out: Path, error: OSError) -> PhalanxError:
 
 
 def _stored_state(path: Path) -> _BuildState | None:
-    """The state of an unfinished build; a damaged one is as good as none."""
+    """Read the state of an unfinished build; None if it is missing or damaged."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _BuildState(**{**raw, "sources": [source_from(source) for source in raw["sources"]]})
@@ -431,14 +444,14 @@ def _stored_state(path: Path) -> _BuildState | None:
 
 
 def _recipe_fingerprint(recipe: Recipe, files: list[list[Path]]) -> str:
-    """What must not change between a build and its continuation."""
-    parts = [repr(dataclasses.replace(recipe, tokenizer=None)), _tokenizers_version()]
+    """Return a digest of everything that must not change between a build and its continuation."""
+    texts = [repr(dataclasses.replace(recipe, tokenizer=None)), _tokenizers_version()]
     if recipe.tokenizer is not None:
-        parts.append(load_tokenizer(recipe.tokenizer, end_of_text=recipe.end_of_text).sha256)
+        texts.append(load_tokenizer(recipe.tokenizer, end_of_text=recipe.end_of_text).sha256)
     for path in itertools.chain.from_iterable(files):
         stat = path.stat()
-        parts.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+        texts.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _token_dtype(tokenizer: TextTokenizer) -> Literal["uint16", "uint32"]:

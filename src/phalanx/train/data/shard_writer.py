@@ -1,4 +1,4 @@
-"""Writing tokens: a shard grows until it is closed, and is named with its digest only when it is safe on disk."""
+"""Writer of token shards: a shard grows until it is closed, and is named with its digest once it is safe on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.job.dataset import BLOCK_BYTES, Shard, Split, block_digest
 
 
 class _Hashed:
-    """A file that digests what is written to it, as a whole and, where asked, block by block."""
+    """A file that computes the digest of its content, and, if requested, of every block."""
 
     def __init__(self, path: Path, *, block_bytes: int = 0) -> None:
         self.stream: BinaryIO = path.open("wb")
@@ -28,13 +28,13 @@ class _Hashed:
         if not self._block_bytes:
             return
         data = self._rest + data
-        whole = len(data) // self._block_bytes * self._block_bytes
-        for begin in range(0, whole, self._block_bytes):
+        full_bytes = len(data) // self._block_bytes * self._block_bytes
+        for begin in range(0, full_bytes, self._block_bytes):
             self._blocks += block_digest(data[begin : begin + self._block_bytes])
-        self._rest = data[whole:]
+        self._rest = data[full_bytes:]
 
     def blocks(self) -> bytes:
-        """The digests of all blocks; nothing may be written after this."""
+        """Return the digests of all blocks; nothing may be written after this."""
         return bytes(self._blocks + (block_digest(self._rest) if self._rest else b""))
 
     def close(self) -> str:
@@ -57,7 +57,7 @@ class ShardWriter:
         self._blocks = _Hashed(folder / f"{stem}.blocks")
 
     def write(self, documents: Sequence[tuple[list[int], int]], end_of_text: int) -> None:
-        """Append documents (tokens, bytes of text), each followed by the end of text."""
+        """Append documents (tokens, bytes of text), each followed by the end-of-text token."""
         flat: list[int] = []
         ends = []
         for tokens, text_bytes in documents:
@@ -71,7 +71,7 @@ class ShardWriter:
         self.documents += len(documents)
 
     def close(self) -> Shard:
-        """Flush to the disk and say what was written."""
+        """Flush to disk, and return the description of the shard."""
         self._blocks.write(self._tokens.blocks())
         return Shard(
             file=f"{self._stem}.bin",
@@ -85,7 +85,8 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Close the files after a failure; nobody names them."""
+        """Close the files after a failure; no manifest names them."""
         for file in (self._tokens, self._index, self._blocks):
-            with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
+            # A full disk refuses the last buffer too
+            with contextlib.suppress(OSError):
                 file.stream.close()

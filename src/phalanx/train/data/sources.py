@@ -1,12 +1,12 @@
-"""Data of the user's own: any dataset with `len()` and indices, or any iterable, of sequences of tokens.
+"""Training data of the user's own: any dataset with `len()` and indices, or any iterable, of token sequences.
 
 An item is a sequence of `data.sequence + 1` token numbers (list, array or tensor), or a dictionary with such
-"input_ids" and, if some targets are not to count, "labels" of the same length with -100 there, as Hugging Face has
-them. A shorter item is filled up with targets that do not count.
+"input_ids" and, if some targets must not count, "labels" of the same length with -100 there, as in Hugging Face. A
+shorter item is padded with targets that do not count.
 
-A dataset with indices is shuffled and dealt as our own: its position is the step. An iterable is read in order by every
-rank, each keeping its own rows; its position is what its `state_dict()` says after the step, or else the number of
-items that were read, which are skipped when a run goes on. So both resume on any number of ranks.
+A dataset with indices is shuffled and distributed like Phalanx's own: its position is the step. An iterable is read
+in order by every rank, each keeping its own rows; its position is its `state_dict()` after the step, or else the
+number of items read, which a resumed run skips. So both resume on any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ WHERE = "plugins.data"
 def open_batches(
     folder: Path, job: Job, plan: BatchPlan, engine: Engine, data: Any
 ) -> tuple[Batches | OwnBatches, TokenDataset | None]:
-    """This rank's batches, and the dataset folders of the job: what is held out, and the tokenizer, are there.
+    """Return this rank's batches and the dataset of the job's folders.
 
-    `data` is of the user's own, and comes instead of the folders' training text. `folder` is the run's.
+    Args:
+        folder: The run's folder, which relative dataset paths start from.
+        job: The resolved job.
+        plan: The batch sizes of all steps.
+        engine: This rank's engine, for its layout and data rank.
+        data: The user's own data, which replaces the folders' training text; None without.
     """
     dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
     dealing = replace(dealing, data_ranks=engine.data_ranks)
@@ -45,8 +50,10 @@ def open_batches(
     dataset = TokenDataset.open(folders, "train", vocab=job.model.vocab) if folders else None
     if data is not None:
         name, vocab = job.plugins.data.partition("{")[0].strip().rpartition("/")[2], job.model.vocab
-        own = OwnBatches(data, plan, dealing, sequence=sequence, vocab=vocab, data_rank=data_rank, seed=seed, name=name)
-        return own, dataset
+        own_batches = OwnBatches(
+            data, plan, dealing, sequence=sequence, vocab=vocab, data_rank=data_rank, seed=seed, name=name
+        )
+        return own_batches, dataset
     assert dataset is not None
     batches = Batches(
         dataset,
@@ -65,7 +72,7 @@ def open_batches(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Read:
-    """A step's rows, and the position of the iterable behind it."""
+    """The rows of a step, and the position of the iterable after it."""
 
     step: int
     tokens: Tokens
@@ -74,7 +81,10 @@ class _Read:
 
 
 class OwnBatches:
-    """This data rank's rows of every step, from data of the user's own, read ahead by a thread; as `Batches`."""
+    """This data rank's rows of every step, from a user's own data, read ahead by a thread.
+
+    Same interface as `Batches`.
+    """
 
     def __init__(
         self,
@@ -99,15 +109,17 @@ class OwnBatches:
                 raise mistake(WHERE, f"{type(data).__name__} is empty")
             self._sampler = GlobalSampler(len(data), seed)
         self._iterator: Iterator[Any] | None = None
-        self._passes = self._items = 0  # through an iterable, and items of this pass
+        # Passes through an iterable, and items of this pass
+        self._passes = self._items = 0
         self._reader: ReadAhead[_Read] | None = None
         self._last: _Read | None = None
 
     # ---- as Batches ------------------------------------------------------------------------------------------------
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
-        """(tokens, targets) of a step; the steps that follow are read in the background."""
-        if self._last is not None and self._last.step == step:  # compiled code was compared on it
+        """Return (tokens, targets) of a step; the next steps are read in the background."""
+        # The comparison of compiled code reads a step twice
+        if self._last is not None and self._last.step == step:
             return self._last.tokens, self._last.targets
         if self._reader is None or self._reader.next_step != step:
             if not self._indexed and self._reader is not None:
@@ -118,11 +130,11 @@ class OwnBatches:
         return self._last.tokens, self._last.targets
 
     def position(self, step: int) -> Any:
-        """What a checkpoint must keep of the place in the data after `step` steps."""
+        """Return the data position that a checkpoint must store after `step` steps."""
         return self._last.position if self._last is not None and self._last.step + 1 == step else None
 
     def restore_position(self, position: Any) -> None:
-        """Go on where `position` was taken; before the first `get`."""
+        """Continue from a stored position; must precede the first `get`."""
         if self._indexed or not position:
             return
         self._passes, self._items = int(position["passes"]), int(position["items"])
@@ -135,11 +147,11 @@ class OwnBatches:
             next(self._iterator, None)
 
     def indices(self, step: int) -> Tokens:
-        """The samples that this rank learns from in a step: of an iterable, the places in its order."""
-        first, mine = self._plan.at(step)[0], self._own_samples(step)
+        """Return the indices of this rank's samples in a step; of an iterable, their places in its order."""
+        first, own_range = self._plan.at(step)[0], self._own_samples(step)
         if self._indexed:
-            return self._sampler.indices(first + mine.start, len(mine))
-        return np.arange(first + mine.start, first + mine.stop, dtype=np.int64)
+            return self._sampler.indices(first + own_range.start, len(own_range))
+        return np.arange(first + own_range.start, first + own_range.stop, dtype=np.int64)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -153,23 +165,23 @@ class OwnBatches:
         return self._dealing.real(self._rank, self._plan.at(step)[1])
 
     def _read_step(self, step: int) -> _Read:
-        count, mine = self._plan.at(step)[1], self._own_samples(step)
+        count, own_range = self._plan.at(step)[1], self._own_samples(step)
         if self._indexed:
-            wanted = self.indices(step) if len(mine) else self._sampler.indices(self._plan.at(step)[0], 1)
-            items = [self._data[int(index)] for index in wanted]
+            indices = self.indices(step) if len(own_range) else self._sampler.indices(self._plan.at(step)[0], 1)
+            items = [self._data[int(index)] for index in indices]
         else:
-            whole = [self._next_item() for _ in range(count)]
-            items = whole[mine.start : mine.stop] or whole[:1]
+            all_items = [self._next_item() for _ in range(count)]
+            items = all_items[own_range.start : own_range.stop] or all_items[:1]
         rows = [self._token_row(item) for item in items]
-        missing = self._dealing.rows(count) - len(rows)
-        filling = [(rows[-1][0], np.full_like(rows[-1][1], IGNORED))] * missing
-        if not len(mine):
+        num_padding = self._dealing.rows(count) - len(rows)
+        padding = [(rows[-1][0], np.full_like(rows[-1][1], IGNORED))] * num_padding
+        if not len(own_range):
             rows = [(rows[0][0], np.full_like(rows[0][1], IGNORED))]
-        tokens, targets = zip(*rows, *filling, strict=True)
+        tokens, targets = zip(*rows, *padding, strict=True)
         return _Read(step=step, tokens=np.stack(tokens), targets=np.stack(targets), position=self._source_position())
 
     def _next_item(self) -> Any:
-        """The next item of an iterable, which begins anew when it ends."""
+        """Return the next item of an iterable, which is restarted when it ends."""
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self._data)
@@ -191,7 +203,7 @@ class OwnBatches:
         return {"passes": self._passes, "items": self._items, "state": state}
 
     def _token_row(self, item: Any) -> tuple[Tokens, Tokens]:
-        """(tokens, targets) of an item."""
+        """Return (tokens, targets) of an item."""
         labels = None
         if isinstance(item, Mapping):
             if "input_ids" not in item:
@@ -211,6 +223,6 @@ class OwnBatches:
         targets = ids[1:] if labels is None else np.asarray(labels, dtype=np.int64).reshape(-1)[1:]
         if len(targets) != len(ids) - 1:
             raise mistake(WHERE, f"{len(ids):,} input_ids and {len(targets) + 1:,} labels in one item")
-        missing = length - len(ids)
-        padded = np.pad(targets, (0, missing), constant_values=IGNORED)
-        return np.pad(ids, (0, missing))[:-1], padded
+        num_padding = length - len(ids)
+        padded = np.pad(targets, (0, num_padding), constant_values=IGNORED)
+        return np.pad(ids, (0, num_padding))[:-1], padded

@@ -1,8 +1,8 @@
-"""Shards of tokens, read block by block: what was compared with its digest is what is handed out.
+"""Reader of token shards, block by block, which returns only data that matches its digest.
 
-A block is read into memory of our own, compared there, and kept while there is room; one that was let go is compared
-again when it is read again. A memory map would not do: the kernel may drop a page that was compared and read another in
-its place, and a file that is cut short ends the process.
+A block is read into this process's memory, compared there, and cached while there is room; an evicted block is
+compared again when it is read again. A memory map is unsuitable: the kernel may drop a page that was compared and
+read another in its place, and a truncated file ends the process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from phalanx.job.dataset import (
     count_blocks,
 )
 
-MOST_FILES = 256  # shards open at once; each takes a file handle, and 1,024 is a usual limit
-MOST_CACHE_BYTES = 1 << 25  # blocks kept by a rank: the corpus of a first run fits
+# Shards open at once; each takes a file descriptor, and 1,024 is a usual limit
+MOST_FILES = 256
+# Blocks cached by a rank: the corpus of a first run fits
+MOST_CACHE_BYTES = 1 << 25
 MOST_READ_BYTES = 1 << 22  # read at once
 
 RawTokens = NDArray[np.unsignedinteger[Any]]
@@ -57,15 +59,17 @@ class _OpenShard:
         self.block_bytes = manifest.block_bytes or BLOCK_BYTES
         self.digests = _read_digests(folder, shard, count_blocks(self.size_bytes, self.block_bytes))
         try:
+            # O_NONBLOCK: opening a pipe at this path must not hang; it has no effect on regular files.
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable_file(self.path, error) from error
-        weakref.finalize(self, os.close, self._descriptor)  # when nobody reads from it any more
+        # Once no reader refers to it
+        weakref.finalize(self, os.close, self._descriptor)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise mistake(str(self.path), "is not a file", fix=REBUILD)
 
     def read(self, first: int, count: int) -> bytes:
-        """So many blocks, compared with their digests."""
+        """Read `count` blocks and compare them with their digests; raise UserError for a damaged one."""
         begin = first * self.block_bytes
         data = self._read_bytes(begin, min(count * self.block_bytes, self.size_bytes - begin))
         if self.digests:
@@ -78,28 +82,28 @@ class _OpenShard:
         return data
 
     def _read_bytes(self, offset: int, size: int) -> bytes:
-        parts = []
+        chunks = []
         while size:
             try:
                 data = os.pread(self._descriptor, size, offset)
             except OSError as error:
                 raise _unreadable_file(self.path, error) from error
             if not data:
-                what = f"is truncated: it ends at byte {offset:,} of {self.size_bytes:,}"
-                raise mistake(str(self.path), what, why="it was whole when training began", fix=REBUILD)
-            parts.append(data)
+                problem = f"is truncated: it ends at byte {offset:,} of {self.size_bytes:,}"
+                raise mistake(str(self.path), problem, why="it was whole when training began", fix=REBUILD)
+            chunks.append(data)
             size, offset = size - len(data), offset + len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _damaged_block(self, number: int, size: int) -> UserError:
         begin = number * self.block_bytes
-        what = f"bytes {begin:,} to {begin + size - 1:,} are not what was written: their digest differs"
-        why = "the model would learn from damaged tokens, and nothing else would tell"
-        return mistake(str(self.path), what, why=why, fix=REBUILD)
+        problem = f"bytes {begin:,} to {begin + size - 1:,} are not what was written: their digest differs"
+        reason = "the model would learn from damaged tokens, and nothing else would tell"
+        return mistake(str(self.path), problem, why=reason, fix=REBUILD)
 
 
 def _read_digests(folder: Path, shard: Shard, blocks: int) -> bytes:
-    """The digests of a shard's blocks, which the manifest vouches for; empty where the dataset has none."""
+    """Read the digests of a shard's blocks, checked against the manifest; empty if the dataset has none."""
     if not shard.blocks_sha256:
         return b""
     path = folder / shard.block_file
@@ -110,8 +114,8 @@ def _read_digests(folder: Path, shard: Shard, blocks: int) -> bytes:
     except FileTooLargeError:
         data = b""
     if hashlib.sha256(data).hexdigest() != shard.blocks_sha256 or len(data) != blocks * BLOCK_DIGEST_BYTES:
-        what = "is not what was written: its digest differs from the one in the manifest"
-        raise mistake(str(path), what, why="no block could be compared", fix=f"make it again: {add_blocks(folder)}")
+        problem = "is not what was written: its digest differs from the one in the manifest"
+        raise mistake(str(path), problem, why="no block could be compared", fix=f"make it again: {add_blocks(folder)}")
     return data
 
 
@@ -130,49 +134,49 @@ class BlockReader:
         self._lock = threading.Lock()
 
     def add(self, folder: Path, shard: Shard, manifest: DatasetManifest) -> int:
-        """A further shard, opened when it is first read; its number."""
+        """Add a shard, which is opened when it is first read; return its number."""
         self._shards.append((folder, shard, manifest))
         return len(self._shards) - 1
 
     def read(self, file: int, start: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens of a shard from `start` on; raises UserError for those that have changed."""
+        """Fill `out` with a shard's tokens from index `start`; raise UserError if they have changed."""
         manifest = self._shards[file][2]
         per_block = (manifest.block_bytes or BLOCK_BYTES) // manifest.token_bytes
-        number, done, last = start // per_block, 0, (start + len(out) - 1) // per_block
+        number, num_done, last = start // per_block, 0, (start + len(out) - 1) // per_block
         with self._lock:
-            while done < len(out):
+            while num_done < len(out):
                 block = self._blocks.get((file, number))
                 if block is None:
                     self._load_blocks(file, number, last)
                     block = self._blocks[file, number]
                 else:
                     self._blocks.move_to_end((file, number))
-                begin = start + done - number * per_block
-                part = block[begin : begin + len(out) - done]
-                out[done : done + len(part)] = part
-                done, number = done + len(part), number + 1
+                begin = start + num_done - number * per_block
+                tokens = block[begin : begin + len(out) - num_done]
+                out[num_done : num_done + len(tokens)] = tokens
+                num_done, number = num_done + len(tokens), number + 1
 
     def _load_blocks(self, file: int, first: int, last: int) -> None:
-        """Read blocks from the first, which is missing, to the next that is not, or the last that is wanted."""
-        found, manifest = self._open_shard(file), self._shards[file][2]
-        most = max(1, MOST_READ_BYTES // found.block_bytes)
+        """Read blocks from `first`, which is not cached, up to the next cached one or `last`."""
+        shard, manifest = self._open_shard(file), self._shards[file][2]
+        max_count = max(1, MOST_READ_BYTES // shard.block_bytes)
         count = 1
-        while first + count <= last and count < most and (file, first + count) not in self._blocks:
+        while first + count <= last and count < max_count and (file, first + count) not in self._blocks:
             count += 1
-        kind: np.dtype[np.unsignedinteger[Any]] = np.dtype(manifest.dtype).newbyteorder("<")
-        data = np.frombuffer(found.read(first, count), dtype=kind)
-        per_block = found.block_bytes // manifest.token_bytes
-        self._check_numbers(found.path, data, first * per_block)
+        dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(manifest.dtype).newbyteorder("<")
+        data = np.frombuffer(shard.read(first, count), dtype=dtype)
+        per_block = shard.block_bytes // manifest.token_bytes
+        self._check_numbers(shard.path, data, first * per_block)
         for number in range(count):
             block = data[number * per_block : (number + 1) * per_block]
-            # Copied: a block that stays must not keep all that was read with it.
+            # Copied, because a view would keep everything that was read together.
             self._blocks[file, first + number] = block if count == 1 else block.copy()
-        # Those just read are the youngest, and stay however little room there is.
-        while len(self._blocks) > max(count, self._room // found.block_bytes):
+        # The blocks just read are the newest, and stay even if there is no room.
+        while len(self._blocks) > max(count, self._room // shard.block_bytes):
             self._blocks.popitem(last=False)
 
     def _check_numbers(self, path: Path, data: RawTokens, start: int) -> None:
-        """No token is beyond the vocabulary: split over tensor ranks, a row that no rank has is a row of zeros."""
+        """Raise UserError for a token beyond the vocabulary: tensor ranks would all embed it as zeros."""
         limit = self._limit
         if limit is None or limit.vocab > np.iinfo(data.dtype).max or int(data.max()) < limit.vocab:
             return
@@ -186,8 +190,8 @@ class BlockReader:
         )
 
     def _open_shard(self, file: int) -> _OpenShard:
-        found = self._open.pop(file, None) or _OpenShard(*self._shards[file])
-        self._open[file] = found
+        shard = self._open.pop(file, None) or _OpenShard(*self._shards[file])
+        self._open[file] = shard
         if len(self._open) > MOST_FILES:
             self._open.popitem(last=False)
-        return found
+        return shard

@@ -1,4 +1,4 @@
-"""Tokens of a dataset folder as numbered samples: opening a terabyte costs nothing."""
+"""Numbered samples from the tokens of dataset folders; opening reads no tokens, however large the dataset."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _Stream:
         self.tokens = int(self._ends[-1])
 
     def read(self, start: int, out: Tokens) -> None:
-        """Fill `out` with the tokens from `start` on; raises UserError where they are not what was written."""
-        done = 0
-        while done < len(out):
-            number = int(np.searchsorted(self._ends, start + done, side="right")) - 1
-            offset = start + done - int(self._ends[number])
-            count = min(len(out) - done, int(self._ends[number + 1]) - start - done)
-            self._reader.read(self._files[number], offset, out[done : done + count])
-            done += count
+        """Fill `out` with the tokens from `start`; raise UserError if they are not what was written."""
+        num_done = 0
+        while num_done < len(out):
+            number = int(np.searchsorted(self._ends, start + num_done, side="right")) - 1
+            offset = start + num_done - int(self._ends[number])
+            count = min(len(out) - num_done, int(self._ends[number + 1]) - start - num_done)
+            self._reader.read(self._files[number], offset, out[num_done : num_done + count])
+            num_done += count
 
 
 class TokenDataset:
@@ -63,9 +63,10 @@ class TokenDataset:
 
     @classmethod
     def open(cls, path: Path | Sequence[Path], split: Split, *, vocab: int = 0) -> TokenDataset:
-        """Open after checking that every file is there with its size; raises UserError otherwise.
+        """Open a split after checking that every file exists with its size; raise UserError otherwise.
 
-        Blocks are compared with their digests when they are read. `vocab` is the model's: a token beyond it is refused.
+        Blocks are compared with their digests when they are read. `vocab` is the model's: a token beyond it is
+        refused.
         """
         paths = [path] if isinstance(path, Path) else list(path)
         folders = [(folder, read_manifest(folder)) for folder in paths]
@@ -74,11 +75,11 @@ class TokenDataset:
         _check_same_tokenizer(folders)
         dataset = cls(folders, split, limit=TokenLimit(vocab=vocab) if vocab else None)
         if not dataset.num_tokens:
-            what = f"has no {split} text"
+            problem = f"has no {split} text"
             fix = (
                 "build it with a larger --heldout, or with more documents (--split-on blank cuts a text in paragraphs)"
             )
-            raise mistake(", ".join(map(str, paths)), what, fix=fix)
+            raise mistake(", ".join(map(str, paths)), problem, fix=fix)
         return dataset
 
     @property
@@ -88,32 +89,32 @@ class TokenDataset:
 
     @property
     def end_of_text(self) -> int:
-        """The token behind every document."""
+        """The token after every document."""
         return self.manifests[0].end_of_text
 
     @property
     def digest(self) -> str:
-        """Names the tokens: a resumed run must find the same."""
+        """Identifies the tokens: a resumed run must have the same."""
         return "+".join(manifest.digest for manifest in self.manifests)
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer.json of the dataset."""
+        """The path of the dataset's tokenizer.json."""
         return self.folders[0] / TOKENIZER
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the split, ends of text among them."""
+        """Tokens of the split, including end-of-text tokens."""
         return sum(stream.tokens for _, stream in self._sources)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the text the tokens were made of."""
+        """Bytes of the text that the tokens encode."""
         return sum(shard.text_bytes for shard in self.shards)
 
     @property
     def bytes_per_token(self) -> float:
-        """Turns nats per token into bits per byte: loss / ln 2 / bytes_per_token."""
+        """Converts nats per token to bits per byte: loss / ln 2 / bytes_per_token."""
         return self.num_bytes / self.num_tokens
 
     @property
@@ -123,30 +124,30 @@ class TokenDataset:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The sources that have tokens in this split."""
+        """The names of the sources that have tokens in this split."""
         return tuple(source.name for source, _ in self._sources)
 
     def source_samples(self, length: int) -> tuple[int, ...]:
-        """Samples of each source: windows of `length` inputs, each followed by one more token as the last target."""
+        """Return the samples of each source: windows of `length` inputs and one more token as the last target."""
         return tuple(max(0, (stream.tokens - 1) // length) for _, stream in self._sources)
 
     def num_samples(self, length: int) -> int:
-        """Samples of all sources."""
+        """Return the number of samples of all sources."""
         return sum(self.source_samples(length))
 
     def sampler(self, length: int, seed: int) -> Sampler:
-        """The order of the samples, sources blended by their weights."""
+        """Return the order of the samples, with sources blended by their weights."""
         sizes = self.source_samples(length)
         if not any(sizes):
             raise too_long(self, length)
         return make_sampler(sizes, [source.weight for source, _ in self._sources], seed)
 
     def sample(self, index: int, length: int) -> Tokens:
-        """length + 1 tokens: the input, and the same moved on by one as its target."""
+        """Return length + 1 tokens: the inputs, and one more, so that the targets are the inputs shifted by one."""
         return np.asarray(self.samples(np.asarray([index]), length)[0])
 
     def samples(self, indices: Tokens, length: int) -> Tokens:
-        """Several samples as rows [count, length + 1]."""
+        """Return several samples as rows [count, length + 1]."""
         ends = np.cumsum([0, *self.source_samples(length)])
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= int(ends[-1])):
             raise IndexError(f"samples {indices.min()} to {indices.max()} asked for, of {ends[-1]}")
@@ -157,7 +158,7 @@ class TokenDataset:
         return rows
 
     def tokens(self, most: int) -> list[Tokens]:
-        """The first `most` tokens of the split, source by source."""
+        """Return the first `most` tokens of the split, source by source."""
         runs = []
         for _, stream in self._sources:
             run = np.empty(min(stream.tokens, most), dtype=np.int64)
@@ -168,7 +169,7 @@ class TokenDataset:
 
 
 def too_long(dataset: TokenDataset, length: int) -> UserError:
-    """No source has room for one sample."""
+    """Return the error for a sequence longer than every source."""
     longest = max(stream.tokens for _, stream in dataset._sources) - 1
     return mistake(
         str(dataset.folders[0]),
@@ -179,14 +180,14 @@ def too_long(dataset: TokenDataset, length: int) -> UserError:
 
 
 def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> tuple[Problem, ...]:
-    """What a model and a sequence length ask of a dataset: raises UserError, returns warnings."""
-    where, vocab = str(dataset.folders[0]), dataset.vocab
-    problems = [too_many_tokens(where, "the data", vocab, model_vocab=model_vocab)] if vocab > model_vocab else []
+    """Check a dataset against a model and sequence length: raise UserError for errors, return warnings."""
+    location, vocab = str(dataset.folders[0]), dataset.vocab
+    problems = [too_many_tokens(location, "the data", vocab, model_vocab=model_vocab)] if vocab > model_vocab else []
     if not dataset.num_samples(sequence):
         problems += too_long(dataset, sequence).problems
     if problems:
         raise UserError(problems)
-    bare = [
+    unchecked = [
         Problem(
             where=str(folder),
             what="has no digests of its blocks, as before 0.7: damaged tokens would go unnoticed",
@@ -195,18 +196,18 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
         for folder, manifest in zip(dataset.folders, dataset.manifests, strict=True)
         if not manifest.has_block_digests
     ]
-    short = [
+    short_sources = [
         Problem(where=name, what=f"is shorter than one sequence of {sequence:,} and is left out")
         for name, samples in zip(dataset.source_names, dataset.source_samples(sequence), strict=True)
         if not samples
     ]
-    return (*short, *bare)
+    return (*short_sources, *unchecked)
 
 
 def _check_same_tokenizer(folders: Sequence[tuple[Path, DatasetManifest]]) -> None:
-    (first, head), *others = folders
-    for folder, manifest in others:
-        if manifest.tokenizer_sha256 != head.tokenizer_sha256:
-            what = f"was made with another tokenizer than {first}"
-            fix = f"build it again with --tokenizer {first / TOKENIZER}"
-            raise mistake(str(folder), what, why="the same number would mean two words", fix=fix)
+    (first_folder, first_manifest), *further = folders
+    for folder, manifest in further:
+        if manifest.tokenizer_sha256 != first_manifest.tokenizer_sha256:
+            problem = f"was made with another tokenizer than {first_folder}"
+            fix = f"build it again with --tokenizer {first_folder / TOKENIZER}"
+            raise mistake(str(folder), problem, why="the same number would mean two words", fix=fix)

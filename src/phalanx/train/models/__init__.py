@@ -1,1 +1,1 @@
-"""Decoder transformers that know nothing of parallelism."""
+"""Decoder transformers, independent of parallelism, and the interface to a user's own network."""

@@ -22,12 +22,16 @@ TIED = ("embed.tokens.weight", "head.weight")
 
 
 class OutputHead(nn.Linear):
-    """Logits of hidden states; or, given targets, the summed loss, without ever holding all logits."""
+    """Output projection to logits, or, given targets, to the summed loss without storing all logits."""
 
-    float8 = False  # its three products while training, where that was asked for and measured to be faster
+    # Compute the three products in fp8 while training; set if the job allows it and it was measured to be faster
+    float8 = False
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """logits_BSV; or the cross-entropy summed over the valid targets, which will be multiplied by `scale`."""
+        """Return logits_BSV, or the cross-entropy summed over the valid targets.
+
+        The caller multiplies it by `scale`.
+        """
         if targets_BS is None:
             return super().forward(x_BSD)
         return linear_cross_entropy(
@@ -36,9 +40,10 @@ class OutputHead(nn.Linear):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and added to the stream."""
+    """A pre-norm decoder layer: attention and MLP, each after a norm and added to the residual stream."""
 
-    # The same by operators that hold norms and activations with their matrices, where they were measured to be faster.
+    # Replaces forward by operators that fuse norms and activations with matrices, if they were measured to be
+    # faster.
     fused: Callable[[Block, Tensor, Rope | None], Tensor] | None = None
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
@@ -54,7 +59,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
-        """One layer."""
+        """Compute one layer."""
         if self.fused is not None and torch.is_grad_enabled():
             return self.fused(self, x_BSD, rope)
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rope)
@@ -63,19 +68,21 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-2 or Llama style decoder, dense or with experts. `layers` are keyed by their number in the whole model."""
+    """A GPT-2 or Llama style decoder, dense or with experts; `layers` are keyed by their number in the full model."""
 
     def __init__(
         self, shape: ModelShape, *, layers: range | None = None, first: bool = True, last: bool = True
     ) -> None:
         super().__init__()
         refuse_untrainable(shape)
-        held = range(shape.layers) if layers is None else layers
+        layer_numbers = range(shape.layers) if layers is None else layers
         self.shape = shape
-        self.positions: Tensor | None = None  # positions_S of the tokens held here; None means 0 .. S-1
-        self.rope_kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # where one was chosen
+        # positions_S of this rank's tokens; None means 0 .. S-1
+        self.positions: Tensor | None = None
+        # The measured choice of a kernel, if any
+        self.rope_kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.embed = Embedding(shape) if first else None
-        self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in held})
+        self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in layer_numbers})
         self.norm = norm_of(shape) if last else None
         self.head = OutputHead(shape.hidden, shape.vocab, bias=False) if last else None
         self.register_state_dict_post_hook(_drop_tied)  # type: ignore[no-untyped-call]
@@ -84,11 +91,14 @@ class Decoder(nn.Module):
 
     @property
     def is_tied_here(self) -> bool:
-        """Whether head and embedding are one parameter of this stage; on separate stages they are two."""
+        """True if head and embedding are one parameter of this stage; on separate stages they are two."""
         return self.shape.tied and self.embed is not None and self.head is not None
 
     def tie(self) -> None:
-        """Make the head the embedding's own weight, where both are here. Again after anything that replaced either."""
+        """Make the head share the embedding's weight if both are on this stage.
+
+        Call again after either was replaced.
+        """
         if self.is_tied_here:
             assert self.embed is not None
             assert self.head is not None
@@ -96,13 +106,14 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie()  # to_empty() from the meta device makes new parameters, one per name
+        # to_empty() from the meta device makes new parameters, one per name
+        self.tie()
         return self
 
     def forward(self, x: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """logits_BSV (hidden_BSD when not the last stage) from tokens_BS (hidden_BSD when not the first).
+        """Return logits_BSV (hidden_BSD if not the last stage) from tokens_BS (hidden_BSD if not the first).
 
-        Of the last stage, given targets: the summed loss instead, which will be multiplied by `scale`.
+        On the last stage, given targets, return the summed loss instead; the caller multiplies it by `scale`.
         """
         positions_S = torch.arange(x.shape[1], device=x.device) if self.positions is None else self.positions
         if self.embed is not None:
@@ -118,28 +129,28 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw every parameter by (seed, name): the same in whatever stage, order or dtype. Buffers become zero."""
+        """Draw every parameter by (seed, name), so that stage, order and dtype make no difference; zero the buffers."""
         for name, parameter in self.named_parameters():
             value = draw_values(name, parameter.shape, seed=seed, layers=self.shape.layers, dtype=parameter.dtype)
             parameter.copy_(value)
         if self.shape.tied and not self.is_tied_here and self.head is not None:
-            # Alone on the last stage, the head starts as the embedding it stands for.
+            # On a last stage without the embedding, the tied head starts with the embedding's values.
             size, dtype = self.head.weight.shape, self.head.weight.dtype
             self.head.weight.copy_(draw_values(TIED[0], size, seed=seed, layers=self.shape.layers, dtype=dtype))
         for buffer in self.buffers():
             buffer.zero_()
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The parts that are sharded, recomputed and compiled one by one."""
+        """Return the modules that are sharded, recomputed and compiled one by one."""
         return {f"layers.{name}": block for name, block in self.layers.items()}
 
     def stage(self, layers: range, *, first: bool, last: bool) -> Decoder:
-        """A new decoder of only these layers, not yet initialised."""
+        """Build a new decoder of only these layers, not yet initialised."""
         return Decoder(self.shape, layers=layers, first=first, last=last)
 
 
 def _drop_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """The state holds a tied weight once, under the embedding's name."""
+    """Remove the tied head from a state dict, which holds the weight once, under the embedding's name."""
     if isinstance(module, Decoder) and module.is_tied_here:
         state.pop(prefix + TIED[1], None)
 

@@ -1,6 +1,6 @@
-"""Weights from and to a folder of Hugging Face safetensors: one file, or several under an index.
+"""Import and export of Hugging Face safetensors folders: one file, or several with an index.
 
-Names and paths in the files are never trusted: only tensors we ask for are read, only from files in the folder.
+Names and paths in the files are not trusted: only requested tensors are read, only from files in the folder.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.hf_names import Match, match_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_INDEX_BYTES = 1 << 28  # DeepSeek-V3's index, 91,991 tensors, has 9 MB
-SHARD_BYTES = 5_000_000_000  # what transformers 4 writes
+MOST_INDEX_BYTES = 1 << 28  # DeepSeek-V3's index of 91,991 tensors has 9 MB
+SHARD_BYTES = 5_000_000_000  # the shard size of transformers 4
 FLOATS = ("F64", "F32", "F16", "BF16")
 SHOWN = 6  # names listed per problem
-# Buffers that old files carry and nobody needs: causal masks of GPT-2, rotary tables of Llama.
+# Buffers in old files that no model needs: causal masks of GPT-2, rotary tables of Llama.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightEntry:
-    """One tensor of the folder, as its file's header describes it."""
+    """One tensor of the folder, as described in its file's header."""
 
     file: Path
     name: str  # in the file
@@ -46,9 +46,9 @@ class WeightEntry:
 
 
 def load_hf(folder: Path, model: Decoder) -> None:
-    """Fill a decoder, or the stage it is, from a folder. Raises UserError with every tensor that does not fit.
+    """Fill a decoder, or a stage of it, from a folder; raise UserError with every tensor that does not fit.
 
-    Parameters are plain tensors here; ranks that hold split ones take `read_hf` and cut.
+    The decoder's parameters must be plain tensors; ranks with split ones use `read_hf` and take their shard.
     """
     state = model.state_dict()
     with torch.no_grad():
@@ -57,37 +57,40 @@ def load_hf(folder: Path, model: Decoder) -> None:
 
 
 def check_hf(folder: Path, shape: ModelShape) -> None:
-    """Raise UserError with every tensor of a folder that does not fit a model; reads headers, no values."""
+    """Raise UserError with every tensor of a folder that does not fit the model; reads only the files' headers."""
     _check_entries(folder, shape, match_tensors(shape), _weight_entries(folder))
 
 
 def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, whole tensor) of every wanted parameter, one at a time, in the dtype of the file."""
+    """Yield (Phalanx name, full tensor) of every wanted parameter, one at a time, in the dtype of the file."""
     names = set(wanted)
     entries = _weight_entries(folder)
-    known = match_tensors(shape)
-    _check_entries(folder, shape, known, entries)
+    matches = match_tensors(shape)
+    _check_entries(folder, shape, matches, entries)
     with ExitStack() as stack:
-        # Each file is opened once: parsing the header for each of 36,000 experts of Qwen3-235B would take minutes.
+        # Each file is opened once: parsing the header again for each of 36,000 experts of Qwen3-235B would take
+        # minutes.
         files = {path: stack.enter_context(_open_weights(path)) for path in {entry.file for entry in entries.values()}}
-        for match in known:
+        for match in matches:
             if names.isdisjoint({*match.ours, *(TIED if TIED[0] in match.ours and shape.tied else ())}):
                 continue
-            found = [entries[name] for name in match.theirs]
-            tensors = match.to_ours([files[entry.file].get_tensor(entry.name) for entry in found])
+            match_entries = [entries[name] for name in match.theirs]
+            tensors = match.to_ours([files[entry.file].get_tensor(entry.name) for entry in match_entries])
             for name, tensor in zip(match.ours, tensors, strict=True):
                 if name in names:
                     yield name, tensor
-                if name == TIED[0] and shape.tied and TIED[1] in names:  # a last stage holds it as its head
+                # On a last stage the tied table is named as its head
+                if name == TIED[0] and shape.tied and TIED[1] in names:
                     yield TIED[1], tensor
 
 
 def read_named(
     folder: Path, sizes: Mapping[str, Sequence[int]], *, wanted: Collection[str], others: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the wanted ones of a network of the user's own, whose files use its own names.
+    """Yield (name, full tensor) of the wanted tensors of a user's own network, whose files use the network's names.
 
-    `sizes` are all tensors it has, `others` further names of tied ones, which a file may hold too.
+    `sizes` are the shapes of all tensors of the network; `others` are further names of tied tensors, which a file may
+    contain and which are ignored. Raises UserError with every tensor that does not fit.
     """
     entries = {name: entry for name, entry in _listed_entries(folder).items() if name not in others}
     wrong = [
@@ -114,14 +117,14 @@ def read_named(
 def save_named(
     state: Mapping[str, Tensor], folder: Path, *, tied: Mapping[str, str], shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write safetensors under the names of a user's own network, a tied tensor once; returns the files.
+    """Write safetensors under the names of a user's own network, a tied tensor once; return the files.
 
-    `safetensors.torch.load_model` fills the network from them; the file's metadata names what is tied, as
+    `safetensors.torch.load_model` fills the network from them; the file's metadata names the tied tensors, as
     `safetensors.torch.save_model` writes it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _write_shards({name: one.contiguous() for name, one in state.items()}, folder, shard_bytes, tied)
+        return _write_shards({name: tensor.contiguous() for name, tensor in state.items()}, folder, shard_bytes, tied)
     except OSError as error:
         raise write_failure(folder, error, needed_bytes=_state_bytes(state)) from error
     except SafetensorError as error:
@@ -140,25 +143,25 @@ def save_hf(
     positions: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write config.json and safetensors that `AutoModelForCausalLM.from_pretrained` reads; returns the files.
+    """Write config.json and safetensors that `AutoModelForCausalLM.from_pretrained` reads; return the files.
 
-    `state` is the whole model under our names. Raises UserError when it lacks or adds a tensor, or when no family of
-    Hugging Face computes this shape.
+    `state` is the full model under Phalanx's names. Raises UserError if it lacks or adds a tensor, or if no Hugging
+    Face family computes this shape.
     """
-    known = match_tensors(shape)
-    _check_state(state, known)
-    theirs = dict(_turned_tensors(state, known))
-    dtype = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
+    matches = match_tensors(shape)
+    _check_state(state, matches)
+    hf_tensors = dict(_turned_tensors(state, matches))
+    dtype = str(next(iter(hf_tensors.values())).dtype).removeprefix("torch.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = _write_shards(theirs, folder, shard_bytes)
+        files = _write_shards(hf_tensors, folder, shard_bytes)
     except OSError as error:
-        raise write_failure(folder, error, needed_bytes=_state_bytes(theirs)) from error
+        raise write_failure(folder, error, needed_bytes=_state_bytes(hf_tensors)) from error
     except SafetensorError as error:
         raise SystemFailure(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
     config = folder / "config.json"
     write_text(config, json.dumps(to_config(shape, positions=positions, dtype=dtype), indent=2) + "\n")
-    return [config, *written]
+    return [config, *files]
 
 
 def _turned_tensors(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tuple[str, Tensor]]:
@@ -183,11 +186,11 @@ def _write_shards(
         temporary.replace(folder / name)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in theirs.values())
-        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        file_of = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
         names.append(INDEX)
-    # An older export in another number of files would be read in place of this one.
+    # Remove an older export with another number of files, which would be read in place of this one.
     for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
         if path.name not in names:
             path.unlink(missing_ok=True)
@@ -195,7 +198,7 @@ def _write_shards(
 
 
 def _pack_shards(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names in order, a new shard whenever the next tensor would not fit."""
+    """Assign names to shards in order; a new shard begins whenever the next tensor would not fit."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name, tensor in theirs.items():
@@ -218,24 +221,26 @@ def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
 
 
 def _listed_entries(folder: Path) -> dict[str, WeightEntry]:
-    """Every tensor of the folder by its name in the file."""
-    found: dict[str, WeightEntry] = {}
+    """Return every tensor of the folder by its name in the file."""
+    entries: dict[str, WeightEntry] = {}
     for path in _weight_files(folder):
         with _open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                part = file.get_slice(name)
-                found[name] = WeightEntry(
-                    file=path, name=name, size=tuple(part.get_shape()), dtype=str(part.get_dtype())
+                tensor_slice = file.get_slice(name)
+                entries[name] = WeightEntry(
+                    file=path, name=name, size=tuple(tensor_slice.get_shape()), dtype=str(tensor_slice.get_dtype())
                 )
-    return found
+    return entries
 
 
 def _weight_entries(folder: Path) -> dict[str, WeightEntry]:
-    """Every tensor of the folder; GPT-2 files without the "transformer." prefix are given it."""
-    found = _listed_entries(folder)
-    if "wte.weight" in found:
-        found = {name if name.startswith("lm_head") else f"transformer.{name}": one for name, one in found.items()}
-    return {name: entry for name, entry in found.items() if not name.endswith(IGNORED)}
+    """Return every tensor of the folder; GPT-2 names without the "transformer." prefix get it."""
+    entries = _listed_entries(folder)
+    if "wte.weight" in entries:
+        entries = {
+            name if name.startswith("lm_head") else f"transformer.{name}": entry for name, entry in entries.items()
+        }
+    return {name: entry for name, entry in entries.items() if not name.endswith(IGNORED)}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -244,12 +249,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if is_file(folder / SINGLE):
         return [folder / SINGLE]
     pickled = sorted(path.name for path in folder.glob("*.bin")) if is_folder(folder) else []
-    why = f"{pickled[0]} is a pickle, which can run code when it is read" if pickled else ""
-    raise mistake(str(folder), f"has neither {SINGLE} nor {INDEX}", why=why, fix="name a folder with safetensors")
+    reason = f"{pickled[0]} is a pickle, which can run code when it is read" if pickled else ""
+    raise mistake(str(folder), f"has neither {SINGLE} nor {INDEX}", why=reason, fix="name a folder with safetensors")
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    """The files an index names. A name with a path in it could point anywhere, so it is refused."""
+    """Return the files named in an index; raise UserError for a name with a path, which could point anywhere."""
     index = folder / INDEX
     try:
         weight_map = json.loads(read_bounded(index, MOST_INDEX_BYTES).decode())["weight_map"]
@@ -281,35 +286,39 @@ def _open_weights(path: Path) -> Any:
 
 
 def _check_entries(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, WeightEntry]) -> None:
-    """All that is missing, too much, of another size or not a float, at once."""
+    """Raise UserError with all tensors that are missing, superfluous, of another size or not floating point."""
     expected = _their_sizes(shape, known)
-    given = {name: entry for name, entry in entries.items() if not (shape.tied and name == "lm_head.weight")}
+    present = {name: entry for name, entry in entries.items() if not (shape.tied and name == "lm_head.weight")}
     wrong = [
-        f"{name} {list(given[name].size)} instead of {list(size)}"
+        f"{name} {list(present[name].size)} instead of {list(size)}"
         for name, size in expected.items()
-        if name in given and given[name].size != size
+        if name in present and present[name].size != size
     ]
-    coded = [f"{name} ({entry.dtype})" for name, entry in given.items() if entry.dtype not in FLOATS]
-    where = str(folder)
+    coded = [f"{name} ({entry.dtype})" for name, entry in present.items() if entry.dtype not in FLOATS]
+    location = str(folder)
     problems = [
-        *_listed_problem(where, "lacks", [name for name in expected if name not in given]),
-        *_listed_problem(where, "has tensors this model does not:", [name for name in given if name not in expected]),
-        *_listed_problem(where, "has tensors of another size:", wrong),
-        *_listed_problem(where, "has tensors that are not floating point:", coded),
+        *_listed_problem(location, "lacks", [name for name in expected if name not in present]),
+        *_listed_problem(
+            location, "has tensors this model does not:", [name for name in present if name not in expected]
+        ),
+        *_listed_problem(location, "has tensors of another size:", wrong),
+        *_listed_problem(location, "has tensors that are not floating point:", coded),
     ]
     if problems:
         raise UserError(problems)
 
 
 def _their_sizes(shape: ModelShape, known: Sequence[Match]) -> dict[str, tuple[int, ...]]:
-    """What the file must hold, from our own sizes turned into theirs without any values."""
+    """Return the shapes a file must have, by converting Phalanx's shapes without any values."""
     with torch.device("meta"):
         model: nn.Module = Decoder(shape)
     state = model.state_dict()
     return {
         name: tuple(tensor.shape)
         for match in known
-        for name, tensor in zip(match.theirs, match.to_theirs([state[one] for one in match.ours]), strict=True)
+        for name, tensor in zip(
+            match.theirs, match.to_theirs([state[name_in_state] for name_in_state in match.ours]), strict=True
+        )
     }
 
 

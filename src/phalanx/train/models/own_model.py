@@ -1,7 +1,7 @@
-"""A network of the user's own as the engine holds it: its tensors by name, its stages, what it cannot be asked to do.
+"""A user's own network in the engine: its tensors by name, its stages, and checks of what it supports.
 
-It is built twice. Every rank builds its outline, without storage, to learn names, shapes and which weights are one.
-Rank 0 also builds it for real, as the user would, and hands its values to all: `whole_values`.
+It is built twice. Every rank builds its outline, without storage, to learn names, shapes and which weights are tied.
+Rank 0 also builds it with storage, as the user would, and sends its values to all ranks: `whole_values`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from phalanx.train.models.protocol import Network, Staged, build_model
 from phalanx.train.state.shards import STORED_DTYPES, dtype_name
 from phalanx.units import first_few, format_bytes
 
-GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong
-PREFIX = "network."  # of every name, in front of the network's own
+# Parameters may differ by this share from the shape before the plan's memory is considered wrong
+GAP = 0.02
+PREFIX = "network."  # prepended to every name of the network
 SHOWN = 6  # names listed per problem
 
 Place = tuple[nn.Module, str]
@@ -36,24 +37,24 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A parameter or buffer of the whole network."""
+    """A parameter or buffer of the full network."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
-    saved: bool  # whether checkpoints hold it: all but buffers registered with persistent=False
+    saved: bool  # whether checkpoints contain it: all but buffers registered with persistent=False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkOutline:
-    """Every tensor of the whole network by its own name, in its own order; a tied one once, under its first name."""
+    """Every tensor of the full network by its own name, in its own order; a tied tensor once, under its first name."""
 
     tensors: Mapping[str, TensorSpec]
     tied: Mapping[str, str]  # other names of a tensor -> its first
 
     @classmethod
     def of(cls, network: nn.Module) -> NetworkOutline:
-        """Of a network with or without storage."""
+        """Build the outline of a network with or without storage."""
         saved = _saved_tensors(network)
         parameters = {id(param) for param in network.parameters()}
         tensors = {
@@ -66,27 +67,30 @@ class NetworkOutline:
             for name, tensor in named_tensors(network)
         }
         first = {id(tensor): name for name, tensor in named_tensors(network)}
-        everyone = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
-        tied = {name: first[id(tensor)] for name, tensor in everyone if name != first[id(tensor)]}
+        all_names = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
+        tied = {name: first[id(tensor)] for name, tensor in all_names if name != first[id(tensor)]}
         return cls(tensors=tensors, tied=tied)
 
     @property
     def unsaved(self) -> list[str]:
-        """Names of the buffers that no checkpoint holds."""
+        """Names of the buffers that no checkpoint contains."""
         return [name for name, spec in self.tensors.items() if not spec.saved]
 
 
 class OwnStage(nn.Module):
-    """A network of the user's own, or one stage of it, with the outside of our decoder: what the engine works on."""
+    """A user's own network, or one stage of it, with the interface of `Decoder`, as the engine requires."""
 
     def __init__(self, shape: ModelShape, network: nn.Module, outline: NetworkOutline, *, last: bool = True) -> None:
         super().__init__()
         assert isinstance(network, Network)
         self.shape = shape
-        self.outline = outline  # of the whole network
-        self.positions: Tensor | None = None  # of the decoder; a network of one's own counts for itself
+        # Of the full network
+        self.outline = outline
+        # Part of the decoder's interface; a user's own network computes its positions itself
+        self.positions: Tensor | None = None
         self.network = network
-        self.layers = dict(network.blocks())  # a plain dict: the modules stay registered under their own names only
+        # A plain dict, so that the modules stay registered under their own names only
+        self.layers = dict(network.blocks())
         self.embed = None
         self.norm = nn.Identity() if last else None
         self.head = nn.Identity() if last else None
@@ -94,20 +98,21 @@ class OwnStage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnStage:
         super()._apply(fn, recurse)
-        self.tie()  # to_empty() from the meta device makes new tensors, one per name
+        # to_empty() from the meta device makes new tensors, one per name
+        self.tie()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the network's own."""
+        """Run the network's forward."""
         out: Tensor = self.network(x)
         return out
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The network's own, by their names from here."""
+        """Return the network's blocks, by their names in this module."""
         return {PREFIX + name: block for name, block in self.layers.items()}
 
     def tie(self) -> None:
-        """Make one again of what the network built as one parameter or buffer under several names."""
+        """Tie again the parameters and buffers that the network registered under several names."""
         _tie_shared(self._shared)
 
 
@@ -115,7 +120,7 @@ class OwnStage(nn.Module):
 
 
 def build_outline(shape: ModelShape, *, allow_code: bool = False, folder: Path = Path(), seed: int = 0) -> nn.Module:
-    """The whole network of the user's own, its parameters and buffers without storage."""
+    """Build a user's full network without storage for its parameters and buffers."""
     return _without_storage(lambda: build_model(shape, allow_code=allow_code, folder=folder, seed=seed))
 
 
@@ -129,7 +134,7 @@ def build_stage(
     folder: Path = Path(),
     whole: nn.Module | None = None,
 ) -> Decoder:
-    """One stage of the job's network, without storage, for the engine; `whole` is its outline, if it is at hand."""
+    """Build one stage of the job's network, without storage; `whole` is the network's outline if it already exists."""
     if not shape.module:
         with torch.device("meta"):
             return Decoder(shape, layers=layers, first=first, last=last)
@@ -137,18 +142,19 @@ def build_stage(
     outline = NetworkOutline.of(network)
     if not (first and last):
         assert isinstance(network, Staged), "refuse_network() comes first"
-        full, cut = network, network.stage
-        network = _without_storage(lambda: cut(layers, first=first, last=last))
+        full_network, stage_of = network, network.stage
+        network = _without_storage(lambda: stage_of(layers, first=first, last=last))
         _refuse_other_names(shape, network, outline, layers)
-        _take_plain_tensors(network, full)
-    return cast(Decoder, OwnStage(shape, network, outline, last=last))  # the same outside, by hand
+        _take_plain_tensors(network, full_network)
+    # Not a subclass, but the same interface
+    return cast(Decoder, OwnStage(shape, network, outline, last=last))
 
 
 def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
-    """A network on the meta device: built there, or, where its code needs values, built for real and emptied.
+    """Build a network on the meta device; if its code needs values, build it with storage and discard that.
 
-    The second costs this rank the memory of the whole network for a moment. Tensors that are no parameters or buffers
-    keep their values, as only a network that was built for real has them.
+    The latter needs memory for the full network on this rank for a moment. Tensors that are neither parameters nor
+    buffers keep their values, which only a network built with storage has.
     """
     try:
         with torch.device("meta"):
@@ -156,7 +162,8 @@ def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
         if not any(_plain_tensors_on_meta(network)):
             return network
     except UserError:
-        pass  # `.item()` of a drop rate, say; a mistake of the user's own is met again
+        # Such as `.item()` of a drop rate; a user's own error is raised again below
+        pass
     network = make()
     shared = _shared_places(network)
     network.to(device="meta")
@@ -165,54 +172,58 @@ def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _plain_tensors_on_meta(network: nn.Module) -> Iterator[bool]:
-    """For every tensor that is an ordinary attribute: whether it was left without values."""
+    """Yield for every tensor in an ordinary attribute whether it has no values."""
     for module in network.modules():
         for _, value in _plain_attributes(module):
-            yield any(one.is_meta for one in value)
+            yield any(tensor.is_meta for tensor in value)
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
-    """Ordinary attributes of a module that are tensors or lists of them, which nobody moves, fills or saves."""
+    """Yield ordinary attributes of a module that are tensors or lists of them, which torch neither moves nor saves."""
     for name, value in vars(module).items():
-        found = [one for one in (value if isinstance(value, list | tuple) else (value,)) if isinstance(one, Tensor)]
-        if found and not any(isinstance(one, nn.Parameter) for one in found):  # recurrent layers list their weights
-            yield name, found
+        tensors = [
+            item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)
+        ]
+        if tensors and not any(
+            isinstance(item, nn.Parameter) for item in tensors
+        ):  # recurrent layers list their weights
+            yield name, tensors
 
 
 def _take_plain_tensors(stage: nn.Module, whole: nn.Module) -> None:
-    """A stage that was built for real drew numbers of its own: let it have the whole network's."""
-    known = dict(whole.named_modules())
+    """Copy plain tensors from the full network, since a stage built with storage drew its own random numbers."""
+    modules = dict(whole.named_modules())
     for name, module in stage.named_modules():
-        if name in known:
-            there = vars(known[name])
+        if name in modules:
+            attributes = vars(modules[name])
             for attribute, _ in list(_plain_attributes(module)):
-                if attribute in there:
-                    setattr(module, attribute, there[attribute])
+                if attribute in attributes:
+                    setattr(module, attribute, attributes[attribute])
 
 
 def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: NetworkOutline, layers: range) -> None:
-    """A stage holds tensors of the whole network, and all names of a tied one or none."""
-    where = f"{shape.module} stage({layers.start}..{layers.stop - 1})"
+    """Raise UserError unless a stage's tensors are those of the full network, and tied tensors are together."""
+    location = f"{shape.module} stage({layers.start}..{layers.stop - 1})"
     problems = []
     for name, tensor in named_tensors(stage):
         spec = outline.tensors.get(name)
         if spec is None or spec.shape != tuple(tensor.shape):
-            there = "has no tensor of that name" if spec is None else f"has it as {list(spec.shape)}"
+            mismatch = "has no tensor of that name" if spec is None else f"has it as {list(spec.shape)}"
             problems.append(
                 Problem(
-                    where=where,
-                    what=f"holds {name} of {list(tensor.shape)}, and the whole network {there}",
+                    where=location,
+                    what=f"holds {name} of {list(tensor.shape)}, and the whole network {mismatch}",
                     why="first values and checkpoints go by the names of the whole",
                     fix="give layers the names they have in the whole: nn.ModuleDict with their numbers as keys",
                 )
             )
-    held = {name for name, _ in _all_names(stage)}
-    for other, name in outline.tied.items():
-        if (other in held) != (name in held):
+    stage_names = {name for name, _ in _all_names(stage)}
+    for alias, name in outline.tied.items():
+        if (alias in stage_names) != (name in stage_names):
             problems.append(
                 Problem(
-                    where=where,
-                    what=f"holds one of {name} and {other}, which are one tensor in the whole network",
+                    where=location,
+                    what=f"holds one of {name} and {alias}, which are one tensor in the whole network",
                     why="two stages would train two copies of it apart",
                     fix="set parallel.pipeline = 1, or give each a weight of its own",
                 )
@@ -233,11 +244,12 @@ def whole_values(
     allow_code: bool,
     folder: Path = Path(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor in host memory) of a network built as its author would, in the order of `names`.
+    """Yield (name, full tensor in host memory) of a network built as its author would, in the order of `names`.
 
-    Rank 0 builds it and sends the tensors one by one: it needs host memory for the whole network, every other rank for
-    its largest tensor. So all ranks of all layouts start from the same bits, whatever the constructor draws from. All
-    ranks must take all of them.
+    Rank 0 builds it and broadcasts the tensors one by one: it needs host memory for the full network, every other
+    rank for its largest tensor. So all ranks of all layouts start from the same bits, whatever the constructor draws
+    from. All ranks must consume all tensors. Raises UserError on rank 0, SystemFailure on the others, if it cannot be
+    built.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     values: dict[str, Tensor] = {}
@@ -250,22 +262,22 @@ def whole_values(
         except UserError as error:
             failure = error
     if world > 1:
-        built_well = torch.tensor([failure is None])
-        dist.broadcast(built_well, src=0)
-        if rank and not built_well.item():
+        success = torch.tensor([failure is None])
+        dist.broadcast(success, src=0)
+        if rank and not success.item():
             raise SystemFailure(Problem(where=f"rank {rank}", what=f"rank 0 could not build {shape.module}"))
     if failure is not None:
         raise failure
     for name in names:
         spec = outline.tensors[name]
-        whole = values[name].cpu().contiguous() if rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
-        if world > 1 and whole.numel():
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
-        yield name, whole
+        tensor = values[name].cpu().contiguous() if rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
+        if world > 1 and tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+        yield name, tensor
 
 
 def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: NetworkOutline) -> None:
-    """Without storage a network may be built otherwise than with: then no rank but this one would know its tensors."""
+    """Raise UserError if the network built with storage has other tensors than the outline that all ranks know."""
     differing = [
         name for name in {**real.tensors, **outline.tensors} if real.tensors.get(name) != outline.tensors.get(name)
     ]
@@ -283,13 +295,13 @@ def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: Netw
         )
 
 
-# ---- what it cannot be asked to do -----------------------------------------------------------------------------------
+# ---- unsupported combinations ----------------------------------------------------------------------------------------
 
 
 def refuse_network(
     shape: ModelShape, network: nn.Module, layout: Layout, *, compute: str = "fp32", reproducible: bool = False
 ) -> None:
-    """Raises UserError when the job asks for what a network of the user's own does not offer, or would lose of it."""
+    """Raise UserError for job settings that the user's own network does not support or that lose its state."""
     if not shape.module:
         return
     problems = [
@@ -322,7 +334,7 @@ def _axis_problems(shape: ModelShape, network: nn.Module, layout: Layout) -> Ite
 
 
 def _tensor_problems(network: nn.Module) -> Iterator[Problem]:
-    """Tensors that could be neither trained nor saved as what they are."""
+    """Yield problems with tensors that cannot be trained or saved as they are."""
     saved = _saved_tensors(network)
     for name, param in network.named_parameters():
         if isinstance(param, UninitializedParameter):
@@ -366,7 +378,7 @@ def _tensor_problems(network: nn.Module) -> Iterator[Problem]:
 
 
 def _sharding_problems(network: nn.Module, layout: Layout) -> Iterator[Problem]:
-    """What FSDP2 cannot shard, or would silently make two of."""
+    """Yield problems with parameters that FSDP2 cannot shard, or would silently duplicate."""
     if not layout.zero:
         return
     for name, param in network.named_parameters():
@@ -376,13 +388,13 @@ def _sharding_problems(network: nn.Module, layout: Layout) -> Iterator[Problem]:
                 what=f"is a parameter without dimensions, and zero = {layout.zero} cuts along the first",
                 fix="make it nn.Parameter(torch.tensor([value])), or set parallel.zero = 0",
             )
-    homes: dict[int, set[str]] = {}
+    block_names: dict[int, set[str]] = {}
     blocks = cast(Network, network).blocks()
     for name, param in network.named_parameters(remove_duplicate=False):
-        home = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        homes.setdefault(id(param), set()).add(home)
+        block_name = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        block_names.setdefault(id(param), set()).add(block_name)
     first = {id(param): name for name, param in network.named_parameters()}
-    for key, places in homes.items():
+    for key, places in block_names.items():
         if len(places) > 1:
             shared = [place or "the rest of the network" for place in sorted(places)]
             yield Problem(
@@ -426,17 +438,18 @@ def _draws_numbers(module: nn.Module) -> bool:
 
 
 def differs_from_shape(model: nn.Module, shape: ModelShape) -> Problem | None:
-    """A warning when the network is not of the size the plan was made for, buffers included."""
+    """Return a warning if the network does not have the size the plan assumed, buffers included."""
     real = sum(parameter.numel() for parameter in model.parameters())
     buffers_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     planned = count_parameters(shape).total
-    large = buffers_bytes > GAP * planned * 4  # beside master weights of 4 bytes
+    # Relative to master weights of 4 bytes
+    large = buffers_bytes > GAP * planned * 4
     if abs(real / planned - 1.0) <= GAP and not large:
         return None
-    beside = f" and {format_bytes(buffers_bytes)} of buffers" if large else ""
+    and_buffers = f" and {format_bytes(buffers_bytes)} of buffers" if large else ""
     return Problem(
         where=f"model {shape.name}",
-        what=f"{shape.module} built {real:,} parameters{beside}, the shape says {planned:,}",
+        what=f"{shape.module} built {real:,} parameters{and_buffers}, the shape says {planned:,}",
         why="memory and step time were planned for the shape, which knows no buffers"
         if large
         else "memory and step time were planned for the shape",
@@ -448,18 +461,20 @@ def differs_from_shape(model: nn.Module, shape: ModelShape) -> Problem | None:
 
 
 def named_tensors(network: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Every parameter, then every buffer; one that has several names under its first."""
+    """Return every parameter, then every buffer, each under its first name."""
     return [*network.named_parameters(), *network.named_buffers()]
 
 
 def tables_of(network: nn.Module, vocab: int) -> set[str]:
-    """Parameters whose rows are looked up or scored one by one: embeddings, and what has the vocabulary as a side."""
-    embeddings = {id(one.weight) for one in network.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    """Return the names of embeddings and of parameters with a dimension of the vocabulary's size."""
+    embeddings = {
+        id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
     return {name for name, param in network.named_parameters() if id(param) in embeddings or vocab in param.shape}
 
 
 def lookup_tables(stages: Sequence[nn.Module], vocab: int) -> frozenset[str]:
-    """`tables_of` every network of the user's own among the stages, under the names that optimizers see."""
+    """Apply `tables_of` to every user's own network among the stages; return names as optimizers see them."""
     owns = [stage for stage in stages if isinstance(stage, OwnStage)]
     return frozenset(PREFIX + name for stage in owns for name in tables_of(stage.network, vocab))
 
@@ -470,22 +485,22 @@ def _all_names(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _saved_tensors(network: nn.Module) -> set[int]:
-    """The parameters and buffers of its state_dict(), by id."""
+    """Return the ids of the parameters and buffers in the state_dict()."""
     return {id(tensor) for tensor in network.state_dict(keep_vars=True).values()}
 
 
 def _shared_places(network: nn.Module) -> list[list[Place]]:
-    """The places of every parameter and buffer that has several."""
+    """Return, for every parameter and buffer registered several times, all of its places."""
     places: dict[int, list[Place]] = {}
     for module in network.modules():
-        held: dict[str, Any] = {**module._parameters, **module._buffers}
-        for name, tensor in held.items():
+        tensors: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
             if tensor is not None:
                 places.setdefault(id(tensor), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [same_tensor for same_tensor in places.values() if len(same_tensor) > 1]
 
 
 def _tie_shared(shared: list[list[Place]]) -> None:
-    for (module, name), *others in shared:
-        for other, again in others:
-            setattr(other, again, getattr(module, name))
+    for (module, name), *duplicates in shared:
+        for other_module, other_name in duplicates:
+            setattr(other_module, other_name, getattr(module, name))

@@ -1,8 +1,8 @@
-"""A network of the user's own: what it must offer, and how the code that builds it is found, run and checked.
+"""Interface of a user's own network, and the search, call and check of the code that builds it.
 
-The job names it as `[model] module = "my_model.py:build"`; the keys of the shape still tell the planner its size.
-That code is run only when the person at the keyboard allows it, since job files are passed around. What an installed
-package offers as an entry point of phalanx.models (`module = "tiny-net"`) was installed on purpose, and runs without.
+The job names it as `[model] module = "my_model.py:build"`; the keys of the shape still describe its size to the
+planner. That code runs only with the explicit permission of the user, since job files are passed around. An installed
+package's entry point in phalanx.models (`module = "tiny-net"`) was installed on purpose, and runs without it.
 """
 
 from __future__ import annotations
@@ -30,29 +30,32 @@ from phalanx.train.plugins import load_entry_point, load_module
 
 @runtime_checkable
 class Network(Protocol):
-    """What every network offers: an nn.Module whose forward takes tokens_BS (int64) and returns logits_BSV."""
+    """Interface of every network: an nn.Module whose forward takes tokens_BS (int64) and returns logits_BSV."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """logits_BSV of tokens_BS."""
+        """Return logits_BSV of tokens_BS."""
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The repeated parts by their name in the module, such as "layers.3": sharded, recomputed, compiled alone."""
+        """Return the modules that are sharded, recomputed and compiled separately, by name, such as "layers.3"."""
 
 
 @runtime_checkable
 class Staged(Protocol):
-    """A network that can be cut into pipeline stages."""
+    """Interface of a network that can be split into pipeline stages."""
 
     def stage(self, layers: range, *, first: bool, last: bool) -> nn.Module:
-        """A module of these layers only: takes tokens_BS when first, else hidden_BSD; gives logits_BSV when last."""
+        """Build a module of these layers only.
+
+        It takes tokens_BS if `first`, else hidden_BSD, and returns logits_BSV if `last`.
+        """
 
 
 def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = Path(), seed: int = 0) -> nn.Module:
-    """Our decoder, or the network `shape.module` names; a file is looked for from `folder`, the job's.
+    """Build the decoder, or the network that `shape.module` names; a file is relative to `folder`, the job's.
 
-    A network of the user's own draws its first weights while it is built, as in plain PyTorch after
-    `torch.manual_seed(seed)`; the generators of `random` and numpy are set to the same seed.
-    Raises UserError when code is named but not allowed, cannot be run, or builds something that is no network.
+    A user's own network draws its initial weights while it is built, as in plain PyTorch after
+    `torch.manual_seed(seed)`; the generators of `random` and numpy get the same seed. Raises UserError if code is
+    named but not allowed, cannot be run, or builds something that is not a network.
     """
     if not shape.module:
         return Decoder(shape)
@@ -75,37 +78,39 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
 def _find_constructor(name: str, folder: Path) -> Callable[..., object]:
     if not runs_named_code(name):
         return _load_packaged(name)
-    place, _, function = name.rpartition(":")
-    names_file = place.endswith(".py")
-    if names_file and not is_file(folder / place):
+    location, _, function = name.rpartition(":")
+    names_file = location.endswith(".py")
+    if names_file and not is_file(folder / location):
         raise mistake(
-            str(folder / place), "there is no such file", why=f'model.module = "{name}" is looked for beside the job'
+            str(folder / location), "there is no such file", why=f'model.module = "{name}" is looked for beside the job'
         )
     try:
-        module = load_module(str(folder / place) if names_file else place)
+        module = load_module(str(folder / location) if names_file else location)
     except Exception as error:
         raise _constructor_failed(name, "cannot be run" if names_file else "cannot be imported", error) from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        close = nearest(function, vars(module))
-        raise mistake(name, f"{place} has no function {function}", fix=f"did you mean {close}?" if close else "")
-    return found  # type: ignore[no-any-return]
+    constructor = getattr(module, function, None)
+    if not callable(constructor):
+        suggestion = nearest(function, vars(module))
+        raise mistake(
+            name, f"{location} has no function {function}", fix=f"did you mean {suggestion}?" if suggestion else ""
+        )
+    return constructor  # type: ignore[no-any-return]
 
 
 def _load_packaged(name: str) -> Callable[..., object]:
     try:
-        found = load_entry_point(name, MODEL_GROUP, key="model.module")
+        factory = load_entry_point(name, MODEL_GROUP, key="model.module")
     except UserError:
         raise
     except Exception as error:
         raise _constructor_failed(name, "cannot be imported", error) from error
-    if not callable(found):
+    if not callable(factory):
         raise mistake(
             "model.module",
-            f"the entry point {name!r} of {MODEL_GROUP} is of type {type(found).__name__}, which cannot be called",
+            f"the entry point {name!r} of {MODEL_GROUP} is of type {type(factory).__name__}, which cannot be called",
             why="it is called as build(shape, **arguments)",
         )
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
 def _call_constructor(build: Callable[..., object], shape: ModelShape, seed: int) -> object:
@@ -125,10 +130,10 @@ def _call_constructor(build: Callable[..., object], shape: ModelShape, seed: int
 
 @contextmanager
 def _seeded_generators(seed: int) -> Iterator[None]:
-    """Every generator a constructor may draw from starts at `seed`, and afterwards goes on as if nothing had been.
+    """Seed every generator that a constructor may draw from, and restore their states afterwards.
 
-    One thread: a product inside an initialisation (`nn.init.orthogonal_`) may round otherwise on another number of
-    threads, and ranks have more of them where there are fewer ranks.
+    Uses one thread: a product inside an initialisation (`nn.init.orthogonal_`) may round differently on another
+    number of threads, and ranks have more threads where there are fewer ranks.
     """
     python, numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -146,9 +151,11 @@ def _seeded_generators(seed: int) -> Iterator[None]:
 
 
 def _constructor_failed(name: str, what: str, error: Exception) -> UserError:
-    """The user's own mistake, with the last line of the user's own code."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return mistake(f"{last.filename}:{last.lineno}", f"{name} {what}: {type(error).__name__}: {error}"[:500])
+    """Return a user's error that points to the last line of the user's code."""
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    return mistake(
+        f"{last_frame.filename}:{last_frame.lineno}", f"{name} {what}: {type(error).__name__}: {error}"[:500]
+    )
 
 
 def _model_problems(model: object, name: str) -> Iterator[Problem]:
@@ -163,7 +170,7 @@ def _model_problems(model: object, name: str) -> Iterator[Problem]:
             fix='add def blocks(self): return {f"layers.{i}": b for i, b in enumerate(self.layers)}',
         )
         return
-    parts = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for key, block in model.blocks().items():
-        if parts.get(key) is not block:
+        if modules.get(key) is not block:
             yield Problem(where=name, what=f'blocks() calls a part "{key}", which is not its name in the module')

@@ -1,4 +1,4 @@
-"""What the planner can count but the trainer cannot train yet, said before anything is built."""
+"""Rejection of models that the planner can count but the trainer cannot train yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.plan.trainable import model_problems
 
 
 def refuse_untrainable(shape: ModelShape) -> None:
-    """Raises UserError with everything of this shape the trainer lacks."""
+    """Raise UserError with everything in this shape that the trainer does not support."""
     problems = list(_shape_problems(shape))
     if problems:
         raise UserError(problems)

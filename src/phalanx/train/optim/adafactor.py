@@ -1,6 +1,6 @@
-"""Adafactor (Shazeer & Stern 2018): of the second moment of a matrix only row and column means are kept.
+"""Adafactor (Shazeer & Stern 2018): keeps only row and column means of a matrix's second moment.
 
-Without momentum (beta1 = 0) and without relative steps: the learning rate is the job's. Means are over the whole
+Without momentum (beta1 = 0) and without relative steps: the learning rate is the job's. Means are over the full
 tensor, summed over the ranks that hold its parts, so the update does not depend on the split.
 """
 
@@ -19,25 +19,27 @@ from phalanx.train.optim.gathered_tensors import sum_over
 from phalanx.train.optim.moments import working_dtype
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
+# beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
+GROWTH = 0.8
 TINY = 1e-30  # added to squared gradients: epsilon 1 of the paper
-LARGEST_RMS = 1.0  # an update is scaled down to this root mean square: d of the paper's section 6
+# Updates are scaled down to this root mean square: d of the paper's section 6
+LARGEST_RMS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """The second moment of a shard: `row` and `column` means of a matrix, or all of it in `row` for a vector."""
+    """The second moment of a shard: `row` and `column` means of a matrix, or all of a vector's in `row`."""
 
     row: torch.Tensor
     column: torch.Tensor | None
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is held in memory."""
+        """Return the tensors held in memory."""
         return [self.row] if self.column is None else [self.row, self.column]
 
 
 class Adafactor:
-    """Matrices are the last two dimensions; those before them are a batch of matrices (experts)."""
+    """Adafactor over shards; the last two dimensions are a matrix, those before them a batch of matrices (experts)."""
 
     def __init__(
         self,
@@ -60,15 +62,16 @@ class Adafactor:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Means, then the clipping factor, then the update: three passes, so that one message per group suffices."""
+        """Update means, compute the clipping factor, then update weights: three passes, one message per group each."""
         self.steps += 1
-        keep = min(1.0 - self.steps**-GROWTH, self._beta2)
-        self._take_means(keep)
+        decay = min(1.0 - self.steps**-GROWTH, self._beta2)
+        self._take_means(decay)
         scales = self._row_scales()
         squares = [
-            self._shard_update(shard, f, scale).square().sum() for shard, f, scale in self._shards_with_scales(scales)
+            self._shard_update(shard, shard_factors, scale).square().sum()
+            for shard, shard_factors, scale in self._shards_with_scales(scales)
         ]
-        groups = [tuple(group for dim in sorted(one.groups) for group in one.groups[dim]) for one in self._shards]
+        groups = [tuple(group for dim in sorted(shard.groups) for group in shard.groups[dim]) for shard in self._shards]
         totals = _sum_each(squares, groups)
         for i, (shard, factors, scale) in enumerate(self._shards_with_scales(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
@@ -78,25 +81,35 @@ class Adafactor:
 
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""
-        kept = [(shard, f, f.column) for shard, f in zip(self._shards, self._factors, strict=True)]
+        means = [
+            (shard, shard_factors, shard_factors.column)
+            for shard, shard_factors in zip(self._shards, self._factors, strict=True)
+        ]
         rows = [
             _squared_gradient(shard) if column is None else _squared_gradient(shard).sum(-1)
-            for shard, _, column in kept
+            for shard, _, column in means
         ]
-        rows = _sum_each(rows, [() if column is None else _groups_along(shard, -1) for shard, _, column in kept])
-        tall = [(shard, column) for shard, _, column in kept if column is not None]
+        rows = _sum_each(rows, [() if column is None else _groups_along(shard, -1) for shard, _, column in means])
+        matrices = [(shard, column) for shard, _, column in means if column is not None]
         columns = _sum_each(
-            [_squared_gradient(shard).sum(-2) for shard, _ in tall], [_groups_along(shard, -2) for shard, _ in tall]
+            [_squared_gradient(shard).sum(-2) for shard, _ in matrices],
+            [_groups_along(shard, -2) for shard, _ in matrices],
         )
-        for (shard, factors, column), row in zip(kept, rows, strict=True):
+        for (shard, factors, column), row in zip(means, rows, strict=True):
             factors.row.lerp_(row if column is None else row / shard.shape[-1], 1.0 - keep)
-        for (shard, column), total in zip(tall, columns, strict=True):
+        for (shard, column), total in zip(matrices, columns, strict=True):
             column.lerp_(total / shard.shape[-2], 1.0 - keep)
 
     def _row_scales(self) -> list[torch.Tensor]:
-        """The mean of each matrix's row means, over all its rows; 1 for a vector."""
-        sums = [f.row.sum(-1, keepdim=True) if f.column is not None else torch.ones_like(f.row) for f in self._factors]
-        groups = [_groups_along(p, -2) if f.column is not None else () for p, f in self._shards_with_factors()]
+        """Return the mean of each matrix's row means, over all its rows; ones for a vector."""
+        sums = [
+            factors.row.sum(-1, keepdim=True) if factors.column is not None else torch.ones_like(factors.row)
+            for factors in self._factors
+        ]
+        groups = [
+            _groups_along(shard, -2) if factors.column is not None else ()
+            for shard, factors in self._shards_with_factors()
+        ]
         totals = _sum_each(sums, groups)
         return [
             total / shard.shape[-2] if factors.column is not None else total
@@ -104,7 +117,7 @@ class Adafactor:
         ]
 
     def _shard_update(self, shard: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
-        """The gradient over the root of the second moment, which is row × column / mean of the rows."""
+        """Return the gradient over the root of the second moment, which is row × column / mean of the rows."""
         grad = shard_gradient(shard).to(factors.row.dtype)
         if factors.column is None:
             return grad * factors.row.rsqrt()
@@ -117,29 +130,29 @@ class Adafactor:
         return list(zip(self._shards, self._factors, scales, strict=True))
 
     def state(self) -> list[TensorShard]:
-        """The live means. A row mean is the same on all ranks that split the columns: more replicas, one owner."""
-        found = []
+        """Return the live means. A row mean is equal on all ranks that split the columns: more replicas, one owner."""
+        state_shards = []
         for shard, factors in self._shards_with_factors():
             if factors.column is None:
-                found.append(replace(shard, name=f"{shard.name}#exp_avg_sq", tensor=factors.row))
+                state_shards.append(replace(shard, name=f"{shard.name}#exp_avg_sq", tensor=factors.row))
             else:
-                found.append(_without_dim(shard, -1, "row", factors.row))
-                found.append(_without_dim(shard, -2, "column", factors.column))
-        return found
+                state_shards.append(_without_dim(shard, -1, "row", factors.row))
+                state_shards.append(_without_dim(shard, -2, "column", factors.column))
+        return state_shards
 
     def stored(self) -> list[TensorShard]:
-        """The same."""
+        """Return `state()`: the means are stored as they are."""
         return self.state()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Copy the means in."""
+        """Copy the means from `state`."""
         for shard in self.state():
             shard.tensor.copy_(state[shard.name])
         self.steps = steps
 
     def state_bytes(self) -> int:
-        """4 · (rows + columns) bytes per matrix: nearly nothing."""
+        """Return the bytes of the means: 4 · (rows + columns) per matrix."""
         return total_bytes([tensor for factors in self._factors for tensor in factors.tensors()])
 
 
@@ -160,7 +173,7 @@ def _groups_along(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
 
 
 def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGroup, ...]]) -> list[torch.Tensor]:
-    """Each tensor summed over its own groups; those with the same groups travel together."""
+    """Sum each tensor over its own groups; tensors with the same groups share a message."""
     members: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for i, chain in enumerate(groups):
         members.setdefault(chain, []).append(i)
@@ -172,11 +185,11 @@ def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGro
 
 
 def _without_dim(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
-    """A state shard that lacks one dimension of its parameter."""
+    """Return the shard of a state tensor that lacks dimension `dim` of its parameter."""
     dim %= len(shard.shape)
-    gone = shard.groups.get(dim, ())
+    removed_groups = shard.groups.get(dim, ())
     replicas = shard.replicas
-    for group in gone:
+    for group in removed_groups:
         replicas *= group.size()
     return TensorShard(
         name=f"{shard.name}#{name}",
@@ -184,6 +197,8 @@ def _without_dim(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) 
         shape=(*shard.shape[:dim], *shard.shape[dim + 1 :]),
         start=(*shard.start[:dim], *shard.start[dim + 1 :]),
         replicas=replicas,
-        owner=shard.owner and all(group.rank() == 0 for group in gone),
-        groups={d - (d > dim): groups for d, groups in shard.groups.items() if d != dim},
+        owner=shard.owner and all(group.rank() == 0 for group in removed_groups),
+        groups={
+            other_dim - (other_dim > dim): groups for other_dim, groups in shard.groups.items() if other_dim != dim
+        },
     )

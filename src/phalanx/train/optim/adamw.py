@@ -1,7 +1,8 @@
 """AdamW (Loshchilov & Hutter 2019), both moments in full precision.
 
-torch's fused kernel over all shards at once, or on a GPU our own, shard by shard, where that was measured to be faster:
-on an H200 by a sixth for large shards, while many small ones take the host longer to launch than to update.
+It uses torch's fused kernel over all shards at once, or on a GPU Phalanx's Triton kernel, shard by shard, where that
+was measured to be faster: on an H200 by a sixth for large shards, while many small ones take the host longer to
+launch than to update.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from phalanx.train.kernels.triton_support import can_launch
 from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-FUSED = ("cpu", "cuda")  # devices with a fused kernel on every torch we support; others take the foreach one
+# Devices with a fused kernel on every supported torch; others use the foreach one
+FUSED = ("cpu", "cuda")
 
 
 class AdamW:
-    """Elementwise, so a shard needs nothing of its neighbours and any split gives the same update."""
+    """AdamW over shards; it is elementwise, so any split of the tensors gives the same update."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class AdamW:
         self._second = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
         self._groups = _kernel_groups(self._shards, weight_decay, decays, scales)
         self.kernel = BUILTIN  # or "triton"
-        self._state = [  # made once: the guard asks for it in every step
+        self._state = [  # built once, because the guard reads it in every step
             state_shard(shard, name, tensor)
             for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
             for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
@@ -52,17 +54,17 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every shard."""
+        """Update every shard."""
         self._update(lr, [shard_gradient(shard) for shard in self._shards], self.kernel)
         self.steps += 1
 
     @torch.no_grad()
     def step_each(self, lr: float, *, before: Callable[[int], None], after: Callable[[int], None]) -> None:
-        """The same update shard by shard in their order; told are their places, before and after each."""
-        kinds = {i: kind for kind, members in self._groups.items() for i in members}
-        for i, kind in sorted(kinds.items()):
+        """Update shard by shard in order, and call `before` and `after` with the index of each."""
+        group_of = {i: group for group, members in self._groups.items() for i in members}
+        for i, group in sorted(group_of.items()):
             before(i)
-            self._update(lr, {i: shard_gradient(self._shards[i])}, self.kernel, {kind: [i]})
+            self._update(lr, {i: shard_gradient(self._shards[i])}, self.kernel, {group: [i]})
             after(i)
         self.steps += 1
 
@@ -88,7 +90,7 @@ class AdamW:
                         step=self.steps + 1,
                     )
                 continue
-            # The kernel counts each tensor's steps in a tensor of its own and adds one to it.
+            # The kernel reads each tensor's step count from a tensor and adds one to it.
             counts = torch.full((len(members),), float(self.steps), dtype=torch.float32, device=device)
             fused = device.type in FUSED
             adamw(
@@ -111,23 +113,24 @@ class AdamW:
 
     @property
     def takes_own_kernel(self) -> bool:
-        """Whether our kernel can update these shards; in fewer than 32 bits it would be another optimizer."""
+        """True if the Triton kernel can update these shards: on fewer than 32 bits it would compute another update."""
         shards = [shard.tensor for shard in self._shards]
         return can_launch(*shards) and all(
-            one.is_cuda and one.dtype == torch.float32 and one.is_contiguous() for one in shards
+            tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in shards
         )
 
     @torch.no_grad()
     def choose_kernel(self, folder: Path | None) -> KernelChoice | None:
-        """The faster kernel for these shards on their GPU, measured once; None where there is no choice.
+        """Return the faster kernel for these shards on their GPU, measured once; None if there is no choice.
 
-        Before the first step: moments are zero and stand for gradients too, so that nothing changes.
+        It must run before the first step: the moments are still zero and serve as gradients too, so that no value
+        changes.
         """
         shards = [shard.tensor for shard in self._shards if shard.tensor.numel()]
         if self.steps or not shards or not self.takes_own_kernel:
             return None
         device = shards[0].device
-        shape = {"tensors": len(shards), "parameters": sum(one.numel() for one in shards)}
+        shape = {"tensors": len(shards), "parameters": sum(tensor.numel() for tensor in shards)}
 
         def measure() -> dict[str, Timing]:
             updates = {name: partial(self._update, 0.0, self._first, name) for name in (BUILTIN, "triton")}
@@ -137,22 +140,22 @@ class AdamW:
         return choose_measured("AdamW", key, (BUILTIN, "triton"), measure, folder=folder)
 
     def state(self) -> list[TensorShard]:
-        """The live moments: writing into them is loading."""
+        """Return the live moments: writing into them loads a state."""
         return list(self._state)
 
     def stored(self) -> list[TensorShard]:
-        """The same."""
+        """Return `state()`: the moments are stored as they are."""
         return self.state()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Copy the moments in."""
+        """Copy the moments from `state`."""
         for shard in self.state():
             shard.tensor.copy_(state[shard.name])
         self.steps = steps
 
     def state_bytes(self) -> int:
-        """Two moments in the weights' own format: 8 bytes per fp32 parameter."""
+        """Return the bytes of two moments in the weights' format: 8 per fp32 parameter."""
         return total_bytes([*self._first, *self._second])
 
 
@@ -162,7 +165,7 @@ KernelGroup = tuple[torch.device, torch.dtype, float, ParameterScale]
 def _kernel_groups(
     shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool], scales: ParameterScales
 ) -> dict[KernelGroup, list[int]]:
-    """Positions of the shards one kernel call can take; a shard without elements needs none."""
+    """Group the indices of the shards that one kernel call can update; shards without elements are left out."""
     groups: dict[KernelGroup, list[int]] = {}
     for i, shard in enumerate(shards):
         if shard.tensor.numel():

@@ -1,4 +1,4 @@
-"""The optimizer a job asks for."""
+"""Construction of the optimizer that a job configures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ def build_optimizer(
     allow_code: bool = False,
     scales: ParameterScales = standard_scales,
 ) -> Optimizer:
-    """An optimizer over this rank's shards; `decays` says which parameters weight decay applies to.
+    """Build an optimizer over this rank's shards.
 
-    `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
-    precision.optimizer_state; Adafactor keeps so little that it stays in fp32.
-    `own` is the reference of an optimizer of the user's own, which comes instead. `scales` is the parametrization.
+    Args:
+        shards: This rank's shards of the parameters.
+        optim: The job's [optim] section.
+        state_dtype: The job's precision.optimizer_state; Adafactor's small state stays in fp32.
+        decays: Returns whether weight decay applies to a parameter, by name.
+        tables: Names of weights of a user's own network that are embeddings or a head.
+        own: Reference of a user's own optimizer, which is used instead.
+        allow_code: Whether code that the reference names may run.
+        scales: Factors of the parametrization on learning rate, weight decay and epsilon.
     """
     if own:
         return OwnOptimizer(shards, own, optim=optim, decays=decays, allow_code=allow_code)
@@ -59,7 +65,7 @@ def build_optimizer(
 def _build_adamw(
     shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool], scales: ParameterScales
 ) -> Optimizer:
-    """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
+    """Build torch's AdamW if weights and moments share one wide format, else `CompactAdamW`."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
     if kind == "fp32" and all(shard.tensor.dtype in (torch.float32, torch.float64) for shard in shards):
         return AdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, scales=scales)

@@ -1,4 +1,4 @@
-"""AdamW whose moments, or weights, are kept in fewer bits than it computes with: bf16 or 8-bit blocks."""
+"""AdamW with moments, or weights, stored in fewer bits than it computes with: bf16 or 8-bit blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from phalanx.train.optim.moments import (
 )
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-# Elements worked on at once, on a CPU and on a GPU: temporaries of 128 kB stay in the second-level cache (9 times as
-# fast as those of whole tensors of a million), and those of a GPU stay small beside a model.
+# Elements updated at once, on a CPU and on a GPU: temporaries of 128 kB stay in the second-level cache (9 times as
+# fast as those of whole tensors of a million), and those of a GPU stay small next to a model.
 AT_ONCE = (1 << 15, 1 << 26)
 Advance = Callable[..., None]
 
 
 class CompactAdamW:
-    """The update of AdamW in fp32, one shard at a time: only that shard's moments are ever wide."""
+    """AdamW computed in fp32, one shard at a time, so that only that shard's moments are ever decoded."""
 
     def __init__(
         self,
@@ -59,73 +59,73 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every shard."""
+        """Update every shard."""
         self.steps += 1
         numbers, keys = self._step_numbers(lr)
         for i, shard in enumerate(self._shards):
             weight, grad, count = shard.tensor.reshape(-1), shard_gradient(shard).reshape(-1), shard.tensor.numel()
             advance, at_once = _shard_update(self._kind, compiled=shard.tensor.is_cuda), AT_ONCE[shard.tensor.is_cuda]
-            where = element_positions(shard) if count else weight
+            positions = element_positions(shard) if count else weight
             for start in range(0, count, at_once):
                 stop = min(count, start + at_once)
                 first = self._forms[0].part(self._first[i], start, stop)
                 second = self._forms[1].part(self._second[i], start, stop)
-                here = where[start:stop] if where.dim() else where + start
-                advance(weight[start:stop], grad[start:stop], first, second, here, numbers[i], keys[i])
-            if not shard.tensor.is_contiguous():  # then reshape made a copy
+                slice_positions = positions[start:stop] if positions.dim() else positions + start
+                advance(weight[start:stop], grad[start:stop], first, second, slice_positions, numbers[i], keys[i])
+            if not shard.tensor.is_contiguous():  # otherwise reshape made a copy
                 shard.tensor.copy_(weight.view(shard.tensor.shape))
 
     def _step_numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What changes from step to step, a row per shard: as tensors, or each number would have a kernel compiled."""
-        (beta1, beta2), t = self._betas, self.steps
-        fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t)
+        """Return the numbers that change every step, one row per shard; as tensors, so that no value is compiled in."""
+        (beta1, beta2), step = self._betas, self.steps
+        shared_numbers = (1.0 - beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step)
         numbers = [
-            [*fixed, self._eps * scale.eps, lr * scale.lr, 1.0 - lr * scale.lr * decay]
+            [*shared_numbers, self._eps * scale.eps, lr * scale.lr, 1.0 - lr * scale.lr * decay]
             for scale, decay in zip(self._scales, self._decay, strict=True)
         ]
-        keys = [dice_key(shard.name, t) for shard in self._shards]
+        keys = [dice_key(shard.name, step) for shard in self._shards]
         like = self._shards[0].tensor if self._shards else torch.zeros(0)
-        kind = working_dtype(like.dtype)
+        dtype = working_dtype(like.dtype)
         return (
-            torch.tensor(numbers, dtype=kind).to(like.device, non_blocking=True),
+            torch.tensor(numbers, dtype=dtype).to(like.device, non_blocking=True),
             torch.tensor(keys, dtype=torch.int32).to(like.device, non_blocking=True),
         )
 
     def state(self) -> list[TensorShard]:
-        """The moments as floats; 8-bit ones are decoded, so ask for it only to save or to load."""
+        """Return the moments as floats; 8-bit ones are decoded, so call it only to save or to load."""
         return [
-            state_shard(shard, name, readable_moment(form, kept[i], shard.tensor))
+            state_shard(shard, name, readable_moment(form, moments[i], shard.tensor))
             for i, shard in enumerate(self._shards)
-            for name, form, kept in zip(
+            for name, form, moments in zip(
                 ("exp_avg", "exp_avg_sq"), self._forms, (self._first, self._second), strict=True
             )
         ]
 
     def stored(self) -> list[TensorShard]:
-        """The moments as they are kept: 8-bit ones as codes and scales."""
+        """Return the moments as stored: 8-bit ones as codes and scales."""
         return [
-            one
+            stored_shard
             for i, shard in enumerate(self._shards)
-            for name, kept in (("exp_avg", self._first[i]), ("exp_avg_sq", self._second[i]))
-            for one in kept_shards(shard, name, kept)
+            for name, moment in (("exp_avg", self._first[i]), ("exp_avg_sq", self._second[i]))
+            for stored_shard in kept_shards(shard, name, moment)
         ]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Encode the moments anew; what this very layout wrote comes back bit by bit."""
+        """Encode the moments again; a state written by the same layout comes back bit by bit."""
         for i, shard in enumerate(self._shards):
             load_kept(self._first[i], self._forms[0], state[f"{shard.name}#exp_avg"], shard, steps)
             load_kept(self._second[i], self._forms[1], state[f"{shard.name}#exp_avg_sq"], shard, steps)
         self.steps = steps
 
     def state_bytes(self) -> int:
-        """4 bytes per parameter in bf16, 2.03 in 8-bit blocks."""
-        return total_bytes([tensor for kept in (*self._first, *self._second) for tensor in kept])
+        """Return the bytes of the moments: 4 per parameter in bf16, 2.03 in 8-bit blocks."""
+        return total_bytes([tensor for moment in (*self._first, *self._second) for tensor in moment])
 
 
 @cache
 def _shard_update(kind: str, *, compiled: bool) -> Advance:
-    """The arithmetic of one shard for one kind of moments; on a GPU fused into one kernel for all sizes."""
+    """Build the update of one shard for one kind of moments; on a GPU compiled into one kernel for all sizes."""
     forms = moment_format(kind, signed=True), moment_format(kind, signed=False)
 
     def advance(
@@ -137,7 +137,10 @@ def _shard_update(kind: str, *, compiled: bool) -> Advance:
         numbers: torch.Tensor,
         by: torch.Tensor,
     ) -> None:
-        """Update flat tensors in place; `where` is every element's place, or the first one's if they follow on."""
+        """Update flat tensors in place.
+
+        `where` is every element's position, or a scalar, the first one's, if they are consecutive.
+        """
         new1, beta2, correct1, correct2, eps, lr, shrink = numbers.unbind()
         wide = grad.to(numbers.dtype)
         m = torch.lerp(forms[0].decode(first, numbers.dtype), wide, new1)
@@ -145,6 +148,7 @@ def _shard_update(kind: str, *, compiled: bool) -> Advance:
         if not where.dim():
             where = where + torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
         bits = mix_bits(where, by)
+        # Two independent numbers from the same bits: one per moment.
         copy_kept(first, forms[0].encode(m, low_bits(bits)))
         copy_kept(second, forms[1].encode(v, high_bits(bits)))
         wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
@@ -154,7 +158,10 @@ def _shard_update(kind: str, *, compiled: bool) -> Advance:
 
 
 def apply_update(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
-    """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
+    """Apply weight = weight · (1 - lr · decay) - lr · update in the working format.
+
+    Bf16 weights are rounded stochastically.
+    """
     wide = shard.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
     if shard.tensor.dtype == torch.bfloat16:
         wide = to_bf16(wide, low_bits(rounding_bits(shard, step)).view(shard.tensor.shape))
@@ -162,17 +169,17 @@ def apply_update(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_
 
 
 def copy_kept(old: Kept, new: Kept) -> None:
-    """Write what a format made into the tensors that are kept."""
+    """Copy encoded tensors into the stored ones."""
     for tensor, value in zip(old, new, strict=True):
         tensor.copy_(value)
 
 
 def kept_shards(shard: TensorShard, name: str, kept: Kept) -> list[TensorShard]:
-    """What is kept of a moment, under the moment's name."""
-    return [state_shard(shard, name, kept[0]), *(state_shard(shard, f"{name}.scale", one) for one in kept[1:])]
+    """Return the stored tensors of a moment as shards, under the moment's name."""
+    return [state_shard(shard, name, kept[0]), *(state_shard(shard, f"{name}.scale", scale) for scale in kept[1:])]
 
 
 def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, shard: TensorShard, steps: int) -> None:
-    """Encode a loaded state tensor, which may be the kept one itself."""
+    """Encode a loaded state tensor, which may be the stored one itself."""
     if shard.tensor.numel():
         copy_kept(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(shard, steps))))

@@ -1,4 +1,4 @@
-"""Weights as the optimizer keeps them: in its own number format, and in host memory where the layout offloads it."""
+"""The optimizer's copy of the weights: in its own number format, and in host memory if the layout offloads it."""
 
 from __future__ import annotations
 
@@ -19,35 +19,43 @@ if TYPE_CHECKING:
 
 
 class MasterWeights:
-    """A shard for each parameter of this rank: the model's own storage, or a copy where the optimizer wants another."""
+    """A shard for each parameter of this rank: the model's storage, or the optimizer's own copy."""
 
     def __init__(self, parameters: Sequence[StageTensor], settings: Settings) -> None:
         self._offloaded = settings.layout.offload == "optimizer"
-        masters = [self._master_copy(held, settings.master_dtype) for held in parameters]
+        masters = [self._master_copy(stage_tensor, settings.master_dtype) for stage_tensor in parameters]
         pairs = list(zip(parameters, masters, strict=True))
-        self.copies = [(held.local, one) for held, one in pairs if one is not None]  # (the model's, the optimizer's)
-        self.shards: list[TensorShard] = [held.shard(held.local if one is None else one) for held, one in pairs]
-        # What the model reads where that is not the optimizer's own: no part of the state, but to be as it was left.
-        self.model_copies = [
-            replace(held.shard(held.local), name=f"{held.name}#model") for held, one in pairs if one is not None
+        self.copies = [
+            (stage_tensor.local, master) for stage_tensor, master in pairs if master is not None
+        ]  # (the model's, the optimizer's)
+        self.shards: list[TensorShard] = [
+            stage_tensor.shard(stage_tensor.local if master is None else master) for stage_tensor, master in pairs
         ]
-        self._transfers: HostTransfers | None = None  # made with the first update
+        # The model's tensors that differ from the optimizer's: not part of the state, but checked for unexpected
+        # changes.
+        self.model_copies = [
+            replace(stage_tensor.shard(stage_tensor.local), name=f"{stage_tensor.name}#model")
+            for stage_tensor, master in pairs
+            if master is not None
+        ]
+        # Created at the first update
+        self._transfers: HostTransfers | None = None
 
     def _master_copy(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
-        used = held.local
-        place = torch.device("cpu") if self._offloaded else used.device
-        return None if used.dtype == dtype and used.device == place else _empty_at(used, dtype, place)
+        """Allocate the optimizer's copy of a weight; None if it can use the model's own storage."""
+        weight = held.local
+        place = torch.device("cpu") if self._offloaded else weight.device
+        return None if weight.dtype == dtype and weight.device == place else _empty_at(weight, dtype, place)
 
     def copy_to_model(self) -> None:
-        """Copy the optimizer's weights to where the model reads them, where the two are not the same storage."""
+        """Copy the optimizer's weights to the model, where the two have different storage."""
         if self.copies:
             torch._foreach_copy_([target for target, _ in self.copies], [source for _, source in self.copies])
 
     def update(
         self, optimizer: Optimizer, shards: Sequence[TensorShard], grads: Sequence[torch.Tensor], lr: float
     ) -> None:
-        """One update of `shards`, which are all or some of ours, and of what the model reads."""
+        """Update `shards`, which are all or some of this rank's, and the model's copies of them."""
         if grads and grads[0].is_cuda and self._offloaded:
             self._update_on_host(optimizer, shards, grads, lr)
             return
@@ -62,23 +70,24 @@ class MasterWeights:
         if self._transfers is None:
             weight_of = {id(master): weight for weight, master in self.copies}
             masters = [shard.tensor for shard in shards]
-            self._transfers = HostTransfers([weight_of[id(one)] for one in masters], masters)
-        moving = self._transfers
-        moving.send_gradients(grads)
-        for shard, host in zip(shards, moving.gradients, strict=True):
+            self._transfers = HostTransfers([weight_of[id(master)] for master in masters], masters)
+        transfers = self._transfers
+        transfers.send_gradients(grads)
+        for shard, host in zip(shards, transfers.gradients, strict=True):
             shard.tensor.grad = host
         if isinstance(optimizer, AdamW):
-            optimizer.step_each(lr, before=moving.await_gradient, after=moving.return_weight)
-        else:  # it may need the gradients of other shards
+            optimizer.step_each(lr, before=transfers.await_gradient, after=transfers.return_weight)
+        # Another optimizer may need the gradients of several shards at once
+        else:
             for place in range(len(shards)):
-                moving.await_gradient(place)
+                transfers.await_gradient(place)
             optimizer.step(lr)
             for place in range(len(shards)):
-                moving.return_weight(place)
-        moving.finish()
+                transfers.return_weight(place)
+        transfers.finish()
 
 
 def _empty_at(like: torch.Tensor, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Room of the same shape; pinned in host memory where a GPU is to copy from it."""
+    """Allocate a tensor of the same shape; pinned in host memory if a GPU copies from it."""
     pinned = like.is_cuda and place.type == "cpu"
     return torch.empty_like(like, dtype=dtype, device=place, pin_memory=pinned)

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: as large as the gradients' exponents allow, found by trying."""
+"""The loss scale of fp16: as large as the gradients' exponents allow, adjusted by trial."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 FIRST = 2.0**16
 GROWTH = 2.0
 BACKOFF = 0.5
-PATIENCE = 2000  # finite steps before the scale is tried one size larger
-LEAST, MOST = 2.0**-14, 2.0**24  # a power of two stays exact; above 2^24 a mean loss of 1 has no fp16 gradient left
+PATIENCE = 2000  # finite steps before the scale is doubled
+# A power of two stays exact; above 2^24 the gradient of a mean loss of 1 exceeds fp16.
+LEAST, MOST = 2.0**-14, 2.0**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """A value: every rank makes the same next one, because every rank sees the same global gradient norm.
+    """An immutable loss scale; every rank computes the same next one from the same global gradient norm.
 
-    The loop multiplies the loss by `scale`, divides gradients by it, and skips the update when the norm is not finite.
+    The loop multiplies the loss by `scale`, divides gradients by it, and skips the update if the norm is not finite.
 
     >>> scale = LossScale()
     >>> scale.after(finite=False).scale, LossScale.load(scale.state()) == scale
@@ -28,10 +29,10 @@ class LossScale:
 
     scale: float = FIRST
     finite_steps: int = 0  # since the scale last changed
-    fixed: bool = False  # as the job file says it: never changed
+    fixed: bool = False  # set by the job file, and never changed
 
     def after(self, *, finite: bool) -> LossScale:
-        """The scale for the next step."""
+        """Return the scale for the next step."""
         if self.fixed:
             return self
         if not finite:
@@ -41,15 +42,15 @@ class LossScale:
         return LossScale(scale=min(MOST, self.scale * GROWTH))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the values for a checkpoint."""
         return {"scale": self.scale, "finite_steps": self.finite_steps}
 
     @classmethod
     def of(cls, scale: float | None) -> LossScale:
-        """A scale that the job fixes, or one to be found."""
+        """Return a scale that the job fixes, or an adaptive one if `scale` is None."""
         return cls() if scale is None else cls(scale=scale, fixed=True)
 
     @classmethod
     def load(cls, state: Mapping[str, float]) -> LossScale:
-        """The scale of a checkpoint."""
+        """Return the scale of a checkpoint."""
         return cls(scale=float(state["scale"]), finite_steps=int(state["finite_steps"]))

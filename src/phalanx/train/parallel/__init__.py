@@ -1,1 +1,1 @@
-"""One file per technique of splitting a model, and `parallelize.py` with the order in which they are applied."""
+"""Techniques of splitting a model over ranks, one file per technique; `parallelize.py` applies them in order."""

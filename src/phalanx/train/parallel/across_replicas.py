@@ -1,12 +1,13 @@
-"""Between model replicas: the one group that a lost replica breaks, and that is made anew without it or with it again.
+"""The process group across model replicas, which is rebuilt whenever a replica is lost or returns.
 
-Each replica is a torch world of its own, so that its groups know nothing of other replicas and outlive them. The ranks
-that hold the same shard in each replica sum their gradients here, after backward. The group is no torch.distributed
-group: it is made, lost and made again while those of the replica stay.
+Each model replica is a torch.distributed world with its own groups, so that the loss of another replica does not
+break them. The ranks that hold the same shard in each replica sum their gradients here after backward. The group that
+connects them is a bare `ProcessGroupGloo`, not a torch.distributed group: it can be dropped and built again while the
+groups inside the replica stay.
 
-A loss may reach one rank of a replica and not another, and their own collectives must stay in step. So nothing here
-raises in the middle of a step: a sum that failed says so, all ranks of the replica hear of it with the step's numbers,
-and none of them learns from it.
+One rank of a replica may notice a loss that another does not, and the replica's own collectives must stay in step. So
+nothing here raises in the middle of a step: a failed operation returns False or None, the failure is shared with all
+ranks of the replica together with the step's numbers, and none of them applies the update.
 """
 
 from __future__ import annotations
@@ -25,28 +26,35 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class ReplicaLost(Exception):
-    """The step came to nothing, because a replica was lost in it: every rank of this replica gets this alike."""
+    """A replica was lost during the step, which is discarded; every rank of this replica raises it."""
 
 
 class AcrossReplicas:
-    """This rank's place among the replicas, and the group of those that are present."""
+    """This rank's position among the model replicas, and the group of the replicas that are present."""
 
     def __init__(self, replicas: ModelReplicas, rank: int) -> None:
         self.replicas, self.rank = replicas, rank
         self.replica, self.position = replicas.place(rank)
         self.present: tuple[int, ...] = tuple(range(replicas.count))
-        self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's types leave out
+        # a ProcessGroupGloo, whose collectives torch's types leave out
+        self._group: Any = None
         self._is_broken = True  # before the first group is made
 
     @property
     def is_lead(self) -> bool:
-        """Whether this replica does what one must do for all: write checkpoints, tidy up."""
+        """True for the replica that does the work done once for all replicas: writing and deleting checkpoints."""
         return self.replica == self.present[0]
 
     def join(self, store: Store, *, number: int, present: Sequence[int], timeout_s: float) -> None:
-        """Make the group of the replicas that are present, for the `number`th time; all of their ranks call this.
+        """Build the group of the present replicas; all ranks of all present replicas call this.
 
-        Raises RuntimeError where one of them is lost meanwhile.
+        Args:
+            store: Rendezvous store that all replicas reach.
+            number: Count of groups built so far; makes the keys in the store unique.
+            present: Replicas that take part.
+            timeout_s: Seconds after which a collective of the group fails.
+
+        Raises RuntimeError if one of the replicas is lost meanwhile.
         """
         self._group, self._is_broken = None, True
         self.present = tuple(sorted(present))
@@ -60,75 +68,79 @@ class AcrossReplicas:
         self._is_broken = False
 
     def leave(self) -> None:
-        """Forget the group: what follows fails until another is made."""
+        """Drop the group: collectives fail until `join` builds another."""
         self._group, self._is_broken = None, True
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Add each tensor up over the replicas, in place; False where that failed, and the values are worth nothing."""
+        """Sum each tensor over the replicas, in place.
+
+        Returns False if that failed, and the values are then undefined.
+        """
         if self._is_broken:
             return False
-        if self._group is None:  # the only replica left
+        # No other replica is left
+        if self._group is None:
             return True
         for bucket in _fill_buckets(tensors):
-            flat = torch.cat([one.detach().reshape(-1) for one in bucket]).cpu()
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).cpu()
             try:
                 self._group.allreduce([flat]).wait()
             except RuntimeError:
                 self.leave()
                 return False
-            parts = flat.split([one.numel() for one in bucket])
-            for one, part in zip(bucket, parts, strict=True):
-                one.copy_(part.view(one.shape))
+            flat_parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, flat_part in zip(bucket, flat_parts, strict=True):
+                tensor.copy_(flat_part.view(tensor.shape))
         return True
 
     def gather(self, mine: torch.Tensor) -> dict[int, torch.Tensor] | None:
-        """A small tensor of host memory, of every replica that is present; None where that failed."""
+        """Return a small CPU tensor of every present replica, by replica number; None if the exchange failed."""
         if self._is_broken:
             return None
         if self._group is None:
             return {self.replica: mine}
-        everyone = [torch.empty_like(mine) for _ in self.present]
+        gathered = [torch.empty_like(mine) for _ in self.present]
         try:
-            self._group.allgather([everyone], [mine]).wait()
+            self._group.allgather([gathered], [mine]).wait()
         except RuntimeError:
             self.leave()
             return None
-        return dict(zip(self.present, everyone, strict=True))
+        return dict(zip(self.present, gathered, strict=True))
 
     @torch.no_grad()
     def copy_from(self, source: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Give everybody the tensors of one replica; False where that failed."""
+        """Overwrite the tensors of all replicas with those of replica `source`; return False if that failed."""
         if self._is_broken:
             return False
         if self._group is None:
             return True
         options = dist.BroadcastOptions()  # type: ignore[attr-defined, unused-ignore]
         options.rootRank = self.present.index(source)
-        for one in tensors:
-            sent = one.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+        for tensor in tensors:
+            flat_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
             try:
-                if sent.numel():
-                    self._group.broadcast([sent], options).wait()
+                if flat_bytes.numel():
+                    self._group.broadcast([flat_bytes], options).wait()
             except RuntimeError:
                 self.leave()
                 return False
             if self.replica != source:
-                one.copy_(sent.view(one.dtype).view(one.shape))
+                tensor.copy_(flat_bytes.view(tensor.dtype).view(tensor.shape))
         return True
 
 
 def _fill_buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """In their order, of one format each, and none much larger than `BUCKET_BYTES`."""
-    found: list[list[torch.Tensor]] = []
+    """Group tensors into buckets in order: one dtype per bucket, at most about `BUCKET_BYTES` each."""
+    buckets: list[list[torch.Tensor]] = []
     room = 0
-    for one in tensors:
-        if not one.numel():
+    for tensor in tensors:
+        if not tensor.numel():
             continue
-        size = one.numel() * one.element_size()
-        if not found or size > room or found[-1][0].dtype != one.dtype:
-            found.append([])
+        size = tensor.numel() * tensor.element_size()
+        if not buckets or size > room or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
             room = BUCKET_BYTES
-        found[-1].append(one)
+        buckets[-1].append(tensor)
         room -= size
-    return found
+    return buckets

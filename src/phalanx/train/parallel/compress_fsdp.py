@@ -1,7 +1,8 @@
-"""Compression inside FSDP2: its reduce-scatter of gradients, replaced module by module; and one handle for either kind.
+"""Gradient compression in FSDP2's reduce-scatters, and one interface to sharded and unsharded compression.
 
-Error feedback costs every rank a copy of the whole, unsharded gradient (4 bytes a parameter of its stage and tensor
-rank): ZeRO's saving on gradients is given up for the smaller messages. `ShardedCompression.held_bytes` says how much.
+Error feedback costs every rank a copy of the whole, unsharded gradient (4 bytes per parameter of its stage and tensor
+rank): ZeRO's saving on gradients is given up for smaller messages. `ShardedCompression.held_bytes` measures that
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from phalanx.train.rank_settings import Settings
 
 
 class CompressedReduceScatter:
-    """FSDP2's reduce-scatter of one module, rounded; in HSDP the sum over the copies that follows stays exact."""
+    """FSDP2's reduce-scatter of one module, with compression; HSDP's all-reduce over the copies stays exact."""
 
     def __init__(self, codec: Quantised, module: FSDPModule) -> None:
         self.codec = codec
@@ -30,13 +31,13 @@ class CompressedReduceScatter:
         self._prepared = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A fresh buffer, as FSDP2's own does."""
+        """Return a new buffer, as FSDP2's own reduce-scatter does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Blocking on the host with gloo; on GPUs in FSDP2's own stream, so backward goes on."""
+        """Reduce-scatter the gradient; blocks the host on gloo, runs in FSDP2's stream on GPUs."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"compressed gradients are summed or averaged, not {op}")
         if not self._prepared:
@@ -48,18 +49,18 @@ class CompressedReduceScatter:
 
 
 def _shard_sizes(module: FSDPModule, length: int) -> list[torch.Size]:
-    """The tensors in one rank's part of the buffer, in FSDP2's own order, which it tells nobody."""
+    """Return the sizes of the tensors in one rank's part of the buffer, in the order of FSDP2's private state."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
     sizes: list[torch.Size] = [param.padded_sharded_param_size for group in groups for param in group.fsdp_params]
-    found = sum(size.numel() for size in sizes)
-    if found != length:
-        raise RuntimeError(f"FSDP2 reduces {length:,} values of a module whose shards hold {found:,}")
+    num_values = sum(size.numel() for size in sizes)
+    if num_values != length:
+        raise RuntimeError(f"FSDP2 reduces {length:,} values of a module whose shards hold {num_values:,}")
     return sizes
 
 
 class ShardedCompression:
-    """All compressed reduce-scatters of a model: one codec a module, so that errors of like-sized buffers never mix."""
+    """All compressed reduce-scatters of a model, with one codec per module so that their errors never mix."""
 
     def __init__(self, codecs: Mapping[str, Quantised]) -> None:
         self._codecs = dict(codecs)
@@ -71,21 +72,21 @@ class ShardedCompression:
 
     @property
     def bytes_raw(self) -> int:
-        """Bytes the same sums would have taken uncompressed."""
+        """Bytes that the same sums would have taken uncompressed."""
         return sum(codec.bytes_raw for codec in self._codecs.values())
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the errors carried."""
+        """Memory of the carried errors, in bytes."""
         return sum(error.numel() * error.element_size() for error in self.state().values())
 
     def compress(self, on: bool) -> None:
-        """Compress gradients; or sum them as they are for a while."""
+        """Switch compression on, or off for exact sums."""
         for codec in self._codecs.values():
             codec.is_off = not on
 
     def state(self) -> dict[str, Tensor]:
-        """The errors of every module."""
+        """Return the errors of every module."""
         return {
             f"{module}/{name}": tensor
             for module, codec in self._codecs.items()
@@ -93,19 +94,22 @@ class ShardedCompression:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from these errors."""
+        """Restore the errors of every module."""
         for module, codec in self._codecs.items():
-            start = f"{module}/"
-            codec.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+            prefix = f"{module}/"
+            codec.load({name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)})
 
     def rescale(self, factor: float) -> None:
-        """Bring all errors to the new loss scale."""
+        """Multiply all errors by the change of the loss scale."""
         for codec in self._codecs.values():
             codec.rescale(factor)
 
 
 def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.compression") -> ShardedCompression:
-    """Compress the gradient reduce-scatter of every module that FSDP2 shards."""
+    """Replace the gradient reduce-scatter of every module that FSDP2 shards by a compressed one.
+
+    Raises UserError if `kind` is unknown or does not work on sharded gradients.
+    """
     if kind not in FORMATS:
         raise mistake(
             where,
@@ -124,43 +128,43 @@ def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.comp
 
 
 class GradientCompression:
-    """What compresses the gradients of this rank: the exchange of whole gradients, or each stage's reduce-scatter."""
+    """Gradient compression of this rank: of the exchange of unsharded gradients, or of each stage's reduce-scatters."""
 
     def __init__(self, exchange: GradientExchange | None, models: Sequence[nn.Module], settings: Settings) -> None:
         self._exchange = exchange
         kind = settings.layout.compression
         sharded = exchange is None and kind != "none"
         self._stages = [compress_sharded(model, kind) for model in models] if sharded else []
-        self._every = [one for one in (exchange, *self._stages) if one is not None]
+        self._every = [compressor for compressor in (exchange, *self._stages) if compressor is not None]
 
     @property
     def bytes_sent(self) -> int | None:
         """Bytes put on the wire so far; None without compression."""
         if self._exchange is not None:
             return self._exchange.bytes_sent
-        return sum(one.bytes_sent for one in self._stages) if self._stages else None
+        return sum(compression.bytes_sent for compression in self._stages) if self._stages else None
 
     def compress(self, on: bool) -> None:
-        """Whether the next gradients are compressed."""
-        for one in self._every:
-            one.compress(on)
+        """Switch compression of the next gradients on or off."""
+        for compressor in self._every:
+            compressor.compress(on)
 
     def rescale(self, factor: float) -> None:
-        """What is carried over to the next step, times `factor`."""
-        for one in self._every:
-            one.rescale(factor)
+        """Multiply the carried errors by `factor`."""
+        for compressor in self._every:
+            compressor.rescale(factor)
 
     def state(self) -> dict[str, Tensor]:
-        """What is carried over to the next step: this rank's own, in this layout."""
+        """Return the tensors carried to the next step, valid for this rank in this layout."""
         if self._exchange is not None:
             return self._exchange.state()
         stages = enumerate(self._stages)
-        return {f"{number}/{name}": one for number, stage in stages for name, one in stage.state().items()}
+        return {f"{number}/{name}": tensor for number, stage in stages for name, tensor in stage.state().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state` gave."""
+        """Restore the tensors returned by `state`."""
         if self._exchange is not None:
             self._exchange.load(state)
         for number, stage in enumerate(self._stages):
-            start = f"{number}/"
-            stage.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+            prefix = f"{number}/"
+            stage.load({name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)})

@@ -1,8 +1,8 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): gradient matrices travel as two thin factors, with error feedback.
 
-torch's own hook waits inside callbacks and deadlocks gloo with two buckets; here both sums of a bucket are blocking and
-in the caller's order. The error kept is each rank's own: M - P (Mᵀ P)ᵀ. These add up over the ranks to exactly what the
-summed gradient lost, so nothing is lost for good.
+torch's own hook waits inside callbacks and deadlocks gloo with two buckets; here both sums of a bucket are blocking
+and in the caller's order. Each rank carries its own error, M - P (Mᵀ P)ᵀ. Over the ranks these errors add up to
+exactly what the summed gradient lost, so later steps recover it.
 
 n rows, m columns, r rank.
 """
@@ -18,11 +18,12 @@ from torch.distributed import ProcessGroup
 
 from phalanx.train.parallel import exchanges
 
-SEED = 20190531  # of the first factors, the same on every rank; the date of the paper
+# Seed of the first factors, the same on every rank; the date of the paper
+SEED = 20190531
 
 
 class PowerSgd:
-    """Matrices as factors of rank r; vectors, stacks and matrices too small to gain travel whole."""
+    """Codec that sends matrices as factors of rank r; vectors, stacks and small matrices travel uncompressed."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -34,7 +35,7 @@ class PowerSgd:
         self.is_off = False
 
     def prepare(self, key: int, shapes: Sequence[torch.Size]) -> None:
-        """Say which tensors lie in a bucket, in order."""
+        """Declare the shapes of the tensors in a bucket, in order."""
         self._shapes[key] = tuple(shapes)
 
     @torch.no_grad()
@@ -46,38 +47,41 @@ class PowerSgd:
             dist.all_reduce(bucket, group=group)
             return
         parts = self._bucket_parts(bucket, key)
-        thin = {f"{key}/{i}": part for i, part in enumerate(parts) if saves_bytes(part.shape, self._rank)}
-        whole = [part for part in parts if not saves_bytes(part.shape, self._rank)]
-        matrices = {name: self._with_error(name, part) for name, part in thin.items()}
-        left = {name: m_nm @ self._last_factor(name, m_nm) for name, m_nm in matrices.items()}
-        self._sum_tensors([*left.values(), *whole], group)
-        left = {name: torch.linalg.qr(p_nr).Q for name, p_nr in left.items()}
-        right = {name: m_nm.mT @ left[name] for name, m_nm in matrices.items()}
+        matrix_parts = {f"{key}/{i}": part for i, part in enumerate(parts) if saves_bytes(part.shape, self._rank)}
+        exact_parts = [part for part in parts if not saves_bytes(part.shape, self._rank)]
+        matrices = {name: self._with_error(name, part) for name, part in matrix_parts.items()}
+        left_factors = {name: m_nm @ self._last_factor(name, m_nm) for name, m_nm in matrices.items()}
+        self._sum_tensors([*left_factors.values(), *exact_parts], group)
+        left_factors = {name: torch.linalg.qr(p_nr).Q for name, p_nr in left_factors.items()}
+        right_factors = {name: m_nm.mT @ left_factors[name] for name, m_nm in matrices.items()}
         for name, m_nm in matrices.items():
-            self._errors[name] = (m_nm - left[name] @ right[name].mT).nan_to_num_(0.0, 0.0, 0.0)
-        self._sum_tensors(list(right.values()), group)
-        for name, part in thin.items():
-            part.copy_(left[name] @ right[name].mT)
-            q_mr = right[name]
-            # Unit columns: products of small gradients would underflow. Not after a step that was not finite.
+            self._errors[name] = (m_nm - left_factors[name] @ right_factors[name].mT).nan_to_num_(0.0, 0.0, 0.0)
+        self._sum_tensors(list(right_factors.values()), group)
+        for name, part in matrix_parts.items():
+            part.copy_(left_factors[name] @ right_factors[name].mT)
+            q_mr = right_factors[name]
+            # Unit columns, because products of small gradients would underflow; the old factor after a step that is
+            # not finite.
             tiny = torch.finfo(q_mr.dtype).tiny
             unit = q_mr / q_mr.norm(dim=0, keepdim=True).clamp_min(tiny)
             self._factors[name] = torch.where(q_mr.isfinite().all(), unit, self._factors[name])
         self.bytes_raw += ring_bytes(bucket.numel() * bucket.element_size(), group)
 
     def state(self) -> dict[str, Tensor]:
-        """Errors and factors of every matrix."""
+        """Return the errors and factors of every matrix."""
         errors = {f"{name}/error": tensor for name, tensor in self._errors.items()}
         return errors | {f"{name}/factor": tensor for name, tensor in self._factors.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from these errors and factors."""
+        """Restore errors and factors."""
         for ending, target in (("/error", self._errors), ("/factor", self._factors)):
             target.clear()
-            target |= {n.removesuffix(ending): t.clone() for n, t in state.items() if n.endswith(ending)}
+            target |= {
+                name.removesuffix(ending): tensor.clone() for name, tensor in state.items() if name.endswith(ending)
+            }
 
     def rescale(self, factor: float) -> None:
-        """Bring the errors to the new loss scale; factors have no unit."""
+        """Multiply the errors by the change of the loss scale; factors have no unit."""
         for error in self._errors.values():
             error.mul_(factor)
 
@@ -94,27 +98,30 @@ class PowerSgd:
         return matrix.clone() if error is None else matrix + error
 
     def _last_factor(self, name: str, m_nm: Tensor) -> Tensor:
-        """The right factor of the last step: one power iteration a step is enough when it goes on from there."""
+        """Return the right factor of the last step, or a random one.
+
+        Starting from it, one power iteration per step suffices.
+        """
         if name not in self._factors:
             rows, columns = m_nm.shape
-            draw = torch.Generator().manual_seed(SEED)
-            first = torch.randn(columns, min(self._rank, rows, columns), generator=draw, dtype=m_nm.dtype)
-            self._factors[name] = first.to(m_nm.device)
+            generator = torch.Generator().manual_seed(SEED)
+            factor = torch.randn(columns, min(self._rank, rows, columns), generator=generator, dtype=m_nm.dtype)
+            self._factors[name] = factor.to(m_nm.device)
         return self._factors[name]
 
     def _sum_tensors(self, tensors: list[Tensor], group: ProcessGroup) -> None:
-        """Sum a list in place, as one message."""
+        """Sum tensors over the group in place, as one message."""
         if not tensors:
             return
-        kind = torch.promote_types(tensors[0].dtype, torch.float32)
-        flat = exchanges.all_reduce(torch.cat([one.reshape(-1).to(kind) for one in tensors]), group)
-        for one, part in zip(tensors, flat.split_with_sizes([one.numel() for one in tensors]), strict=True):
-            one.copy_(part.view_as(one))
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        flat = exchanges.all_reduce(torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]), group)
+        for tensor, summed in zip(tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
         self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), group)
 
 
 def saves_bytes(shape: torch.Size, rank: int) -> bool:
-    """Whether two factors of rank r are smaller than the matrix: r (n + m) < n m.
+    """Return whether two factors of rank r are smaller than the matrix: r (n + m) < n m.
 
     >>> saves_bytes(torch.Size([64, 64]), 4), saves_bytes(torch.Size([8, 8]), 4), saves_bytes(torch.Size([64]), 4)
     (True, False, False)
@@ -123,5 +130,5 @@ def saves_bytes(shape: torch.Size, rank: int) -> bool:
 
 
 def ring_bytes(size: int, group: ProcessGroup) -> int:
-    """What each rank sends in a ring all-reduce of `size` bytes: 2 (W - 1) / W of them."""
+    """Return the bytes each rank sends in a ring all-reduce of `size` bytes: 2 (W - 1) / W of them."""
     return 2 * (group.size() - 1) * size // group.size()

@@ -1,4 +1,4 @@
-"""The mesh of a layout: which ranks stand together on which axis. One value hands out every group and sub-mesh."""
+"""The device meshes of a layout: which ranks form a group on which axis."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from phalanx.plan.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDims:
-    """Degrees of every axis. rank = ((pipeline · data + d) · context + c) · tensor + t: tensor peers are neighbours."""
+    """Degree of every axis. rank = ((pipeline · data + d) · context + c) · tensor + t: tensor ranks are neighbours."""
 
     pipeline: int = 1
     data: int = 1
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    shard: int = 1  # of the data × context ranks, those that share one sharded copy
+    shard: int = 1  # number of data × context ranks that share one sharded copy
     zero: int = 0
 
     @classmethod
     def of(cls, layout: Layout) -> ParallelDims:
-        """The degrees of a layout; a shard group means nothing without ZeRO."""
+        """Build the degrees from a layout; without ZeRO the shard degree is 1."""
         return cls(
             pipeline=layout.pipeline,
             data=layout.data,
@@ -43,39 +43,45 @@ class ParallelDims:
 
     @property
     def world(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the job."""
         return self.pipeline * self.stage
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.data * self.context * self.tensor
 
     @property
     def copies(self) -> int:
-        """Copies of the (possibly sharded) dense weights: HSDP's outer axis, or all data ranks without ZeRO."""
+        """Number of copies of the (possibly sharded) dense weights.
+
+        These are HSDP's outer axis, or all data ranks without ZeRO.
+        """
         return self.data * self.context // self.shard
 
     @property
     def expert_shard(self) -> int:
-        """Copies of an expert that share its sharded state: those inside the shard group, as the planner counts."""
+        """Number of an expert's copies that share its sharded state.
+
+        These are the copies inside the shard group, as the planner counts them.
+        """
         if not self.zero:
             return 1
         holders = self.stage // self.expert
-        wanted = min(max(self.shard * self.tensor // self.expert, 1), holders)
-        return max(n for n in range(1, wanted + 1) if holders % n == 0)
+        sharers = min(max(self.shard * self.tensor // self.expert, 1), holders)
+        return max(n for n in range(1, sharers + 1) if holders % n == 0)
 
     @property
     def expert_copies(self) -> int:
-        """Copies of the (possibly sharded) experts."""
+        """Number of copies of the (possibly sharded) experts."""
         return self.stage // (self.expert * self.expert_shard)
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupTime:
-    """What making the groups of one axis took on this rank; each new group is a communicator."""
+    """Time this rank spent on creating the groups of one axis; each group is a communicator."""
 
-    group: str  # cut and axis, as "dense/tensor"
+    group: str  # mesh and axis, as "dense/tensor"
     ranks: int  # of one group
     count: int = 0
     seconds: float = 0.0
@@ -83,26 +89,26 @@ class GroupTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
-    """The ranks of the job, cut three ways; every cut covers all of them, pipeline outermost."""
+    """The ranks of the job in up to four meshes, each of which covers all ranks, with the pipeline axis outermost."""
 
     dims: ParallelDims
-    dense: DeviceMesh  # pipeline, copies, shard, tensor: who holds which part of the dense weights
-    work: DeviceMesh  # pipeline, data, context, tensor: who computes what
-    experts: DeviceMesh | None  # pipeline, copies, shard, expert: who holds which experts
-    stages: DeviceMesh | None  # pipeline, stage: who counts the tokens of its experts together
+    dense: DeviceMesh  # pipeline, copies, shard, tensor: which rank holds which part of the dense weights
+    work: DeviceMesh  # pipeline, data, context, tensor: which rank computes which tokens
+    experts: DeviceMesh | None  # pipeline, copies, shard, expert: which rank holds which experts
+    stages: DeviceMesh | None  # pipeline, stage: the ranks that count the tokens of their experts together
     group_times: list[GroupTime] = field(default_factory=list)
 
     def group(self, axis: str) -> ProcessGroup:
-        """The ranks that differ from this one only on `axis` (pipeline, data, context or tensor)."""
+        """Return the group of ranks that differ from this one only on `axis` (pipeline, data, context or tensor)."""
         return self.work.get_group(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place on `axis`."""
+        """Return this rank's coordinate on `axis`."""
         return int(self.work.get_local_rank(axis))
 
 
 def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
-    """Create the groups. Every rank must call this, in the same order as its other collectives."""
+    """Create the meshes and their groups. Every rank must call this, in the same order as its other collectives."""
     with without_tracing():
         return _build_meshes(dims, device_type, experts=experts)
 
@@ -111,28 +117,28 @@ def _build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Mes
     ranks = torch.arange(dims.world)
     times: dict[str, GroupTime] = {}
 
-    def cut(name: str, axes: tuple[str, ...], *sizes: int) -> DeviceMesh:
+    def make_mesh(name: str, axes: tuple[str, ...], *sizes: int) -> DeviceMesh:
         with _timed_groups(name, times):
             return DeviceMesh(device_type, ranks.view(dims.pipeline, *sizes), mesh_dim_names=("pipeline", *axes))
 
     split = experts and dims.expert > 1
     return Meshes(
         dims=dims,
-        dense=cut("dense", ("copies", "shard", "tensor"), dims.copies, dims.shard, dims.tensor),
-        work=cut("work", ("data", "context", "tensor"), dims.data, dims.context, dims.tensor),
-        experts=cut("experts", ("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
+        dense=make_mesh("dense", ("copies", "shard", "tensor"), dims.copies, dims.shard, dims.tensor),
+        work=make_mesh("work", ("data", "context", "tensor"), dims.data, dims.context, dims.tensor),
+        experts=make_mesh("experts", ("copies", "shard", "expert"), dims.expert_copies, dims.expert_shard, dims.expert)
         if split
         else None,
-        stages=cut("stages", ("stage",), dims.stage) if experts else None,
+        stages=make_mesh("stages", ("stage",), dims.stage) if experts else None,
         group_times=list(times.values()),
     )
 
 
 @contextmanager
 def _timed_groups(cut: str, times: dict[str, GroupTime]) -> Iterator[None]:
-    """Take the time of every call with which torch's mesh makes groups (2.11 to 2.13: one of two functions).
+    """Measure every call with which torch's DeviceMesh creates groups (torch 2.11 to 2.13 use one of two functions).
 
-    An axis of one rank, too, gets its groups, and an axis of all ranks takes the group that is there.
+    An axis of one rank gets groups too, and an axis of all ranks reuses the existing group.
     """
 
     def timed(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,29 +149,31 @@ def _timed_groups(cut: str, times: dict[str, GroupTime]) -> Iterator[None]:
             finally:
                 groups = kwargs.get("split_ranks") or [kwargs.get("ranks") or ()]
                 axis = str(kwargs.get("group_desc") or "").removeprefix("mesh_") or "?"
-                one = times.setdefault(f"{cut}/{axis}", GroupTime(group=f"{cut}/{axis}", ranks=len(groups[0])))
-                one.count += len(groups)
-                one.seconds += time.perf_counter() - began_s
+                group_time = times.setdefault(f"{cut}/{axis}", GroupTime(group=f"{cut}/{axis}", ranks=len(groups[0])))
+                group_time.count += len(groups)
+                group_time.seconds += time.perf_counter() - began_s
 
         return run
 
-    known = {name: getattr(device_mesh, name) for name in ("new_group", "split_group") if hasattr(device_mesh, name)}
-    for name, make in known.items():
+    functions = {
+        name: getattr(device_mesh, name) for name in ("new_group", "split_group") if hasattr(device_mesh, name)
+    }
+    for name, make in functions.items():
         setattr(device_mesh, name, timed(make))
     try:
         yield
     finally:
-        for name, make in known.items():
+        for name, make in functions.items():
             setattr(device_mesh, name, make)
 
 
-# Set-up that needs real values also where a step is traced on tensors without any.
+# Set-up that needs real tensor values even when the step is traced on fake tensors.
 
 
 def without_tracing() -> AbstractContextManager[Any]:
-    """Leave the fake-tensor mode of `phalanx trace` for a while; nothing where there is none.
+    """Return a context that leaves the fake-tensor mode of `phalanx trace`; it does nothing outside that mode.
 
-    A mesh is a tensor of rank numbers that torch reads, and FSDP2 over tensor parallelism looks for its own rank in it
-    (`nonzero`); fake tensors refuse both.
+    A mesh is a tensor of rank numbers that torch reads, and FSDP2 over tensor parallelism searches it for its own
+    rank (`nonzero`); fake tensors support neither.
     """
     return unset_fake_temporarily()

@@ -1,10 +1,10 @@
-"""Collectives as context, expert and compressed exchange use them: one spelling for torch 2.11 to 2.13, gloo and NCCL.
+"""Collectives for context, expert and compressed exchange, uniform over torch 2.11 to 2.13, gloo and NCCL.
 
 Only c10d calls with sizes known as Python integers, so that the same code runs on fake tensors and a fake group.
 
-While torch.compile reads them they are functional collectives, which return their result instead of filling a tensor
-that was made for it. torch 2.11 loses the gradient of a tensor filled inside an autograd function: compiled Ulysses
-trained with zero gradients for queries, keys and values (H200, 2026-11-16; torch 2.13 is right).
+While torch.compile traces them they are functional collectives, which return their result instead of filling a tensor
+that was allocated for it. torch 2.11 loses the gradient of a tensor filled inside an autograd function: compiled
+Ulysses trained with zero gradients for queries, keys and values (H200, 2026-11-16; torch 2.13 is right).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Both work on flat tensors here: gloo takes (ranks, *shape) for ragged parts where there is one rank.
-# torch 2.13 renamed these two and warns about the old names.
+# Called on flat tensors here: gloo takes (ranks, *shape) for ragged parts where there is one rank. torch 2.13
+# renamed these two and warns about the old names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _FUNCTIONAL = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's `x`, stacked along a new first dimension in the order of the ranks."""
+    """Return every rank's `x`, stacked along a new first dimension in rank order."""
     if torch.compiler.is_compiling():
-        sent = _FUNCTIONAL.all_gather_into_tensor(x.reshape(-1), group.size(), group.group_name)
-        return _FUNCTIONAL.wait_tensor(sent).view(group.size(), *x.shape)
+        gathered = _FUNCTIONAL.all_gather_into_tensor(x.reshape(-1), group.size(), group.group_name)
+        return _FUNCTIONAL.wait_tensor(gathered).view(group.size(), *x.shape)
     out = x.new_empty((group.size(), *x.shape))
     _GATHER(out.view(-1), x.reshape(-1), group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over all ranks of this rank's entry of the first dimension, which is as long as the group."""
+    """Return the sum over all ranks of this rank's entry of the first dimension, whose length is the group's size."""
     if torch.compiler.is_compiling():
-        sent = _FUNCTIONAL.reduce_scatter_tensor(x.reshape(-1), "sum", group.size(), group.group_name)
-        return _FUNCTIONAL.wait_tensor(sent).view(x.shape[1:])
+        reduced = _FUNCTIONAL.reduce_scatter_tensor(x.reshape(-1), "sum", group.size(), group.group_name)
+        return _FUNCTIONAL.wait_tensor(reduced).view(x.shape[1:])
     out = x.new_empty(x.shape[1:])
     _REDUCE_SCATTER(out.view(-1), x.reshape(-1), group=group)
     return out
@@ -48,7 +48,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 def all_to_all(
     x: Tensor, group: ProcessGroup, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
 ) -> Tensor:
-    """Part j of the first dimension goes to rank j. `send` and `receive` count rows per rank; None means even parts."""
+    """Send part j of the first dimension to rank j. `send` and `receive` are rows per rank; None means equal parts."""
     rows = x.shape[0] if receive is None else sum(receive)
     if torch.compiler.is_compiling():
         even = [x.shape[0] // group.size()] * group.size()
@@ -66,7 +66,7 @@ def all_to_all(
 
 
 class _Exchange(torch.autograd.Function):
-    """`all_to_all`, whose gradient goes back the way it came."""
+    """`all_to_all` with a backward that sends gradients the reverse way."""
 
     @staticmethod
     def forward(
@@ -83,32 +83,32 @@ class _Exchange(torch.autograd.Function):
 def exchange_rows(
     x: Tensor, group: ProcessGroup, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
 ) -> Tensor:
-    """`all_to_all` that gradients pass through."""
+    """`all_to_all` with gradients."""
     out: Tensor = _Exchange.apply(x, group, send, receive)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Hop:
-    """A message on its way round the ring. `sent` is held so that its memory outlives the transfer."""
+    """A message in transit round the ring. `sent` keeps a reference so that its memory outlives the transfer."""
 
     sent: Tensor
     received: Tensor
     works: list[Any]
 
     def wait(self) -> Tensor:
-        """What the neighbour before this rank sent."""
+        """Wait for the transfer, and return the message of the previous rank."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 def pass_on(x: Tensor, group: ProcessGroup) -> Hop:
-    """Start sending `x` to the next rank of the ring and receiving the like from the one before; wait() later."""
+    """Start sending `x` to the next rank of the ring and receiving its counterpart from the previous one."""
     rank, ranks = group.rank(), group.size()
     x = x.contiguous()
     received = torch.empty_like(x)
-    # Sending and receiving in one batch: NCCL would deadlock on two ranks that both send first.
+    # One batch for send and receive: NCCL would deadlock on two ranks that both send first.
     ops = [
         dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks),
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
@@ -186,7 +186,7 @@ def _per_rank(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over all ranks, as a new tensor."""
+    """Return the sum over all ranks as a new tensor."""
     if torch.compiler.is_compiling():
         return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_reduce(x.contiguous(), "sum", group.group_name))
     out = x.clone(memory_format=torch.contiguous_format)
@@ -194,41 +194,41 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
-# Two conventions for a tensor that every rank of a group uses. "The same": all ranks hold it whole, and each holds its
-# whole gradient. "Its part": each rank holds some rows and their gradient.
+# Two states of a tensor that every rank of a group uses. Replicated: all ranks hold all of it and its full
+# gradient. Split: each rank holds some rows and their gradient.
 
 
 def split_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The same on every rank -> its part of the rows."""
+    """Turn a replicated tensor into this rank's rows."""
     out: Tensor = _Split.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def join_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Its part of the rows -> the same on every rank."""
+    """Turn this rank's rows into the replicated tensor."""
     out: Tensor = _Join.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Its part of the rows -> all rows on every rank, each of which then does a different part of the work."""
+    """Gather all rows on every rank, each of which then does a different part of the work: gradients are summed."""
     out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All rows of a part of the work -> the sum over the ranks, its part of the rows."""
+    """Sum partial results of all rows over the ranks, and return this rank's rows."""
     out: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def share_input(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The same on every rank, each of which then does a different part of the work: gradients are summed."""
+    """Pass on a replicated tensor of which each rank uses a different part of the work: gradients are summed."""
     out: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def add_up(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A part of the work on every rank -> the sum, the same on every rank."""
+    """Sum partial results over the ranks; the sum is replicated, and its gradient passes unchanged."""
     out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return out

@@ -1,20 +1,20 @@
-"""fp8 matrix products on GPUs that have them: all three of a linear layer in e4m3.
+"""fp8 matrix products for linear layers, on GPUs that support them: all three products of a layer in e4m3.
 
-Forward, each factor has a scale per row. What is read across its rows in backward has one scale for the whole matrix,
-the largest of its rows' (`kernels/float8_rounding.py` says why).
+In forward, each factor has a scale per row. A factor that backward reads across its rows has one scale for the whole
+matrix, the largest of its rows' (`kernels/float8_rounding.py` gives the reason).
 
-A weight gradient sums over all tokens of a micro-batch. Tensor cores add fp8 products with about 14 bits unless told
-otherwise ("fast accumulation"), and over 16,384 tokens of real text such sums came out up to 16 % too small (an H200;
-0.2 % with fp32 sums, the rounding itself): weight gradients are summed in fp32, at 2 to 11 % of the product's time.
-What backward needs of an input is kept as its rounded, transposed copy: half the bytes. The head is left alone, unless
-`precision.fp8_head` asks for it (`kernels/float8_head.py`).
+A weight gradient sums over all tokens of a micro-batch. By default tensor cores add fp8 products with about 14 bits
+("fast accumulation"), and over 16,384 tokens of real text such sums came out up to 16 % too small (an H200; 0.2 %
+with fp32 sums, the rounding itself): weight gradients are summed in fp32, at 2 to 11 % of the product's time.
+Backward's copy of an input is stored rounded and transposed: half the bytes. The head stays in 16 bit, unless
+`precision.fp8_head` is set (`kernels/float8_head.py`).
 
-Under tensor parallelism every rank multiplies its own part, with scales of its own part: where a product sums over what
-is split (rows of a matrix forward, columns backward), a row has a scale per rank instead of one, and none is exchanged.
+Under tensor parallelism every rank multiplies its own part, with scales computed from that part: where a product sums
+over a split dimension (rows of a matrix in forward, columns in backward), a row has one scale per rank, and none is
+exchanged.
 
-Blocks that recompute use the product as one operator. Inside an `autograd.Function`, torch 2.11 forgets when it
-compiles what was to be computed again (2.13 does not): full recompute saved 11 % of the memory instead of 40 % (1.2B,
-an H200).
+Blocks that recompute use the product as one operator. Inside an `autograd.Function`, compiled torch 2.11 does not
+recompute (2.13 does): full recompute saved 11 % of the memory instead of 40 % (1.2B, an H200).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAST_CAPABILITY = (8, 9)  # Ada and Hopper
 
 
 def refuse_without_float8(device: torch.device) -> None:
-    """Raise UserError where the hardware has no fp8 matrix products."""
+    """Raise UserError if the device has no fp8 matrix products."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise mistake(
@@ -45,9 +45,9 @@ def refuse_without_float8(device: torch.device) -> None:
 
 
 def use_float8(blocks: list[nn.Module], *, recomputed: int = 0) -> None:
-    """Replace the linears of the blocks whose widths allow it; parameters and their names stay.
+    """Replace the linear layers of the blocks whose widths allow fp8; parameters keep their names.
 
-    The first `recomputed` blocks are computed again in backward.
+    The first `recomputed` blocks are recomputed in backward.
     """
     for index, block in enumerate(blocks):
         for module in block.modules():
@@ -57,18 +57,18 @@ def use_float8(blocks: list[nn.Module], *, recomputed: int = 0) -> None:
 
 
 class Float8Linear(nn.Module):
-    """A linear layer around the same weight."""
+    """A linear layer with fp8 products around the weight and bias of an existing `nn.Linear`."""
 
     def __init__(self, plain: nn.Linear, *, recomputed: bool = False) -> None:
         super().__init__()
         self.recomputed = recomputed
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
-        # Tensor parallelism gathers inputs and scatters outputs in hooks.
+        # Keeps the hooks in which tensor parallelism gathers inputs and scatters outputs.
         self._forward_pre_hooks, self._forward_hooks = plain._forward_pre_hooks, plain._forward_hooks
 
     def forward(self, x: Tensor) -> Tensor:
-        """x Wᵀ, and the bias."""
+        """Return x Wᵀ plus the bias."""
         if isinstance(self.weight, DTensor):
             out: Tensor = _split_product(x, self.weight, self.recomputed)
         else:
@@ -77,12 +77,12 @@ class Float8Linear(nn.Module):
 
 
 def _split_product(x: Tensor, weight: DTensor, recomputed: bool) -> DTensor:
-    """This rank's part: of a weight split by column, columns of the result; of one split by row, a summand of it."""
+    """Return this rank's part: columns of the result if the weight is split by column, a summand of it if by row."""
     assert isinstance(x, DTensor), "the hooks of tensor parallelism make it one"
     mesh, (place,) = weight.device_mesh, weight.placements
     by_column = place == Shard(0)
     assert x.placements == ((Replicate(),) if by_column else (Shard(x.ndim - 1),))
-    # Every rank's columns add to the gradient of a whole input.
+    # A rank's columns give only a partial sum of the gradient of a replicated input.
     local_x = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
     out = _fp8_product(local_x, weight.to_local(), recomputed)
     return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_column else Partial()], run_check=False)
@@ -100,7 +100,10 @@ def _fp8_product(x: Tensor, weight: Tensor, recomputed: bool) -> Tensor:
 
 
 def part_shape(weight: Tensor) -> tuple[float, ...]:
-    """The widths of a rank's part of a matrix: the same on every rank, no whole number where it cannot be split so."""
+    """Return the widths of a rank's part of a matrix, the same on every rank.
+
+    Fractional if it does not divide evenly.
+    """
     shape: list[float] = list(weight.shape)
     if isinstance(weight, DTensor):
         for place in weight.placements:
@@ -114,30 +117,31 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.whole_units = x_TI.shape[0] % UNIT == 0  # else there is no fp8 product that sums over these tokens
+        # Otherwise no fp8 product can sum over these tokens
+        ctx.whole_units = x_TI.shape[0] % UNIT == 0
         x_rows, weight_rows = round_rows(x_TI), round_rows(weight_OI)
         x_scale, weight_scale = x_rows[1].amax(), weight_rows[1].amax()
-        kept = float8_transposed(x_TI, x_scale) if ctx.whole_units else x_TI
-        ctx.save_for_backward(weight_OI, weight_scale, kept, x_scale)
+        saved_x = float8_transposed(x_TI, x_scale) if ctx.whole_units else x_TI
+        ctx.save_for_backward(weight_OI, weight_scale, saved_x, x_scale)
         return multiply_fp8(x_rows, weight_rows, x_TI.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_TO,) = grads
-        weight_OI, weight_scale, kept, x_scale = ctx.saved_tensors
+        weight_OI, weight_scale, saved_x, x_scale = ctx.saved_tensors
         grad_rows = round_rows(grad_TO)
         weight_IO = float8_transposed(weight_OI, weight_scale), weight_scale
         grad_x = multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
         if not ctx.whole_units:
-            return grad_x, grad_TO.t() @ kept
+            return grad_x, grad_TO.t() @ saved_x
         grad_scale = grad_rows[1].amax()
         grad_OT = float8_transposed(grad_TO, grad_scale), grad_scale
-        return grad_x, multiply_fp8(grad_OT, (kept, x_scale), grad_TO.dtype, fast_sums=False)
+        return grad_x, multiply_fp8(grad_OT, (saved_x, x_scale), grad_TO.dtype, fast_sums=False)
 
 
 @torch.library.custom_op("phalanx::fp8_product", mutates_args=())
 def fp8_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """`_Product` as one operator: it keeps its input as it is, which a block that recomputes does not hold anyway."""
+    """`_Product` as one operator; it saves its input unrounded, which a block that recomputes frees anyway."""
     return multiply_fp8(round_rows(x_TI), round_rows(weight_OI), x_TI.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Selection of a layer's form in fp8 (each matrix apart, or norms and activation fused with them) and of the head's.
+"""Measured choice of a layer's fp8 form (separate matrices, or fused with norms and activation), and of the head's.
 
 One layer of the job's shape is compiled and timed both ways, in turn and with the same attention kernel. The faster
-form is remembered in the user's cache, and its compiled code in torch's.
+form is stored in the user's kernel cache, and its compiled code in torch's.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ HEAD_OP, FLOAT8 = "fp8-head", "fp8"
 def choose_float8_layers(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> KernelChoice | None:
-    """Measure, or remember, and let the blocks take it; every rank calls this, and all take what rank 0 chose.
+    """Choose the layers' fp8 form by cache or measurement, and apply it to the blocks.
 
-    None where there is nothing to choose: no fp8, no GPU, or a layer that the fused operators do not compute.
+    Every rank calls this, and all use what rank 0 chose. Returns None if there is nothing to choose: no fp8, no GPU,
+    or a layer that the fused operators do not compute.
     """
     layout = settings.layout
     if settings.compute != "fp8" or device.type != "cuda" or splits_backward(layout) or layout.offload == "activations":
         return None
-    decoders = [one for one in models if isinstance(one, Decoder)]
+    decoders = [model for model in models if isinstance(model, Decoder)]
     tokens = layout.micro_batch * settings.sequence // layout.context
-    layers = [block for one in decoders for block in one.layers.values()]
+    layers = [block for decoder in decoders for block in decoder.layers.values()]
     blocks = [block for block in layers if isinstance(block, Block) and can_fuse(block, tokens)]
-    able = torch.tensor([float(bool(blocks))], device=device)
+    can_choose = torch.tensor([float(bool(blocks))], device=device)
     if world > 1:
-        dist.all_reduce(able, op=dist.ReduceOp.MIN)
-    if not able.item():
+        dist.all_reduce(can_choose, op=dist.ReduceOp.MIN)
+    if not can_choose.item():
         return None
     shape, choice = decoders[0].shape, None
     if world == 1 or dist.get_rank() == 0:
@@ -63,22 +64,25 @@ def choose_float8_layers(
             lambda: measure_layer(shape, settings, device, blocks[0].attn.core),
             folder=folder,
         )
-    takes = torch.tensor([float(choice is not None and choice.variant == FUSED)], device=device)
+    use_fused = torch.tensor([float(choice is not None and choice.variant == FUSED)], device=device)
     if world > 1:
-        dist.broadcast(takes, 0)
-    fuse_layers(blocks, fused=bool(takes.item()))
+        dist.broadcast(use_fused, 0)
+    fuse_layers(blocks, fused=bool(use_fused.item()))
     return choice
 
 
 def fuse_layers(blocks: Sequence[nn.Module], *, fused: bool) -> None:
-    """Let blocks run by the fused operators, or apart."""
+    """Set blocks to run by the fused operators, or by separate ones."""
     for block in blocks:
         assert isinstance(block, Block)
         block.fused = fused_layer if fused else None
 
 
 def measure_layer(shape: ModelShape, settings: Settings, device: torch.device, core: Core) -> dict[str, Timing]:
-    """Time a layer's forward and backward each way, in turn; one that does not fit next to the model is left out."""
+    """Time a layer's forward and backward in both forms, in turn.
+
+    The time is infinite for a form that runs out of memory.
+    """
     calls = {}
     for name in (BUILTIN, FUSED):
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -91,9 +95,10 @@ def choose_float8_head(
 ) -> KernelChoice | None:
     """Let the head compute in fp8 if the job allows it and it is faster; every rank calls this, and rank 0 chooses.
 
-    None where there is nothing to choose: not allowed, no GPU, all logits held, or sizes that fp8 products do not take.
+    Returns None if there is nothing to choose: not allowed, no GPU, all logits held, or sizes that fp8 products do
+    not take.
     """
-    decoders = [one for one in models if isinstance(one, Decoder)]
+    decoders = [model for model in models if isinstance(model, Decoder)]
     if not settings.fp8_head or device.type != "cuda" or not decoders:
         return None
     shape = decoders[0].shape
@@ -110,17 +115,20 @@ def choose_float8_head(
             lambda: measure_head(tokens, shape, settings.compute_dtype, device),
             folder=folder,
         )
-    takes = torch.tensor([float(choice is not None and choice.variant == FLOAT8)], device=device)
+    use_float8 = torch.tensor([float(choice is not None and choice.variant == FLOAT8)], device=device)
     if world > 1:
-        dist.broadcast(takes, 0)
+        dist.broadcast(use_float8, 0)
     for model in decoders:
         if model.head is not None:
-            model.head.float8 = bool(takes.item())
+            model.head.float8 = bool(use_float8.item())
     return choice
 
 
 def measure_head(tokens: int, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> dict[str, Timing]:
-    """Time head and loss with their gradients, in 16 bit and in fp8, in turn; infinite where it does not fit."""
+    """Time head and loss with their gradients, in 16 bit and in fp8, in turn.
+
+    Infinite for a form that runs out of memory.
+    """
     timings: dict[str, Timing] = {}
     with torch.random.fork_rng(devices=[device]), contextlib.suppress(torch.OutOfMemoryError):
         hidden = torch.randn(tokens, shape.hidden, dtype=dtype, device=device, requires_grad=True)

@@ -1,13 +1,14 @@
-"""A layer in fp8 whose norms and activation write fp8 themselves: three operators with their gradients.
+"""A decoder layer in fp8 whose norms and activation write fp8 directly: three operators with their gradients.
 
-`fp8_norm_products` is a norm with the matrices that read it (query, key and value in one product), `fp8_gated_mlp` the
-whole second half of a layer: sum, norm, gate and up in one product, activation, the last matrix, and the sum. What
-passes between their parts is rounded where it is made (`kernels/float8_*.py`) and never written in 16 bit, in backward
-neither. `float8.py` leaves each matrix on its own, with the compiler's code between them.
+`fp8_norm_products` is a norm with the matrices that read it (query, key and value in one product);
+`fp8_turning_product` is the output matrix of attention; `fp8_gated_mlp` is the second half of a layer: sum, norm,
+gate and up in one product, activation, the last matrix, and the sum. Values between their parts are rounded where
+they are computed (`kernels/float8_*.py`) and never written in 16 bit, neither in forward nor in backward.
+`float8.py`, in contrast, treats each matrix separately, with the compiler's code between them.
 
-The same scales as there, but powers of two; the same products, sums over tokens in fp32. Kept for backward: the sum,
-gate and up in 16 bit, the two inputs of matrices in fp8, transposed; of attention's output nothing that attention does
-not keep itself.
+The scales are those of `float8.py`, rounded to powers of two; the products are the same, with sums over tokens in
+fp32. Saved for backward: the sum, gate and up in 16 bit, the two inputs of matrices in fp8, transposed; of
+attention's output nothing beyond what attention itself saves.
 
 T tokens, D model, F MLP width, N widths of query, key and value together.
 """
@@ -29,7 +30,7 @@ from phalanx.train.models.decoder import Block
 from phalanx.train.models.layers import Mlp, Rope
 from phalanx.train.parallel.float8 import Float8Linear
 
-# Results beyond the first are for backward.
+# Results after the first are saved for backward.
 torch.library.define(
     "phalanx::fp8_norm_products",
     "(Tensor x, Tensor norm, Tensor[] weights, float eps) -> (Tensor out, Tensor kept, Tensor scales, Tensor rms)",
@@ -57,29 +58,29 @@ torch.library.define(
 
 
 def can_fuse(block: nn.Module, tokens: int) -> bool:
-    """Whether the operators below compute this block: gated by silu, RMSNorm, no bias, fp8 in every matrix."""
+    """Return whether the fused operators compute this block: gated by silu, RMSNorm, no bias, fp8 in every matrix."""
     if not isinstance(block, Block) or not isinstance(block.mlp, Mlp) or block.mlp.gate is None or tokens % UNIT:
         return False
     attn, mlp = block.attn, block.mlp
-    linears: list[nn.Module | None] = [attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down]
+    linear_layers: list[nn.Module | None] = [attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down]
     norms = (block.attn_norm, block.mlp_norm)
     return (
-        all(isinstance(one, Float8Linear) and not one.recomputed and one.bias is None for one in linears)
-        and all(isinstance(one, nn.RMSNorm) and one.eps is not None for one in norms)
+        all(isinstance(layer, Float8Linear) and not layer.recomputed and layer.bias is None for layer in linear_layers)
+        and all(isinstance(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
         and mlp.act is nn.functional.silu
     )
 
 
 def fused_layer(block: Block, x_BSD: Tensor, rope: Rope | None) -> Tensor:
-    """`Block.forward` by the operators of this file."""
+    """Compute `Block.forward` with the fused operators."""
     attn, mlp = block.attn, block.mlp
     assert isinstance(mlp, Mlp)
     assert mlp.gate is not None
     x_TD = x_BSD.flatten(0, 1)
     weights = [attn.wq.weight, attn.wk.weight, attn.wv.weight]
     out_TN = torch.ops.phalanx.fp8_norm_products(x_TD, block.attn_norm.weight, weights, block.attn_norm.eps)[0]
-    query, key, value = out_TN.unflatten(0, x_BSD.shape[:2]).split([len(one) for one in weights], dim=-1)
-    # Attention keeps the values for its backward: as a part of all three they would keep queries and keys alive too.
+    query, key, value = out_TN.unflatten(0, x_BSD.shape[:2]).split([len(weight) for weight in weights], dim=-1)
+    # Attention saves the values for backward; a view of the joint tensor would keep queries and keys alive too.
     mixed_TN = attn.mix(query, key, value.contiguous(), rope).flatten(0, 1)
     more_TD = torch.ops.phalanx.fp8_turning_product(mixed_TN, attn.wo.weight)[0]
     out_TD: Tensor = torch.ops.phalanx.fp8_gated_mlp(
@@ -89,19 +90,19 @@ def fused_layer(block: Block, x_BSD: Tensor, rope: Rope | None) -> Tensor:
 
 
 def _side_by_side(scales: tuple[Tensor, ...]) -> Tensor:
-    """Numbers in one tensor, 16 bytes apart: cuBLAS takes no scale that lies elsewhere."""
-    return torch.stack([one.expand(4) for one in scales])
+    """Put scales into one tensor, 16 bytes apart, which is the alignment that cuBLAS requires."""
+    return torch.stack([scale.expand(4) for scale in scales])
 
 
 def _turned_matrices(matrices: list[Tensor], whole: Tensor) -> Tensor:
-    """Matrices below each other, transposed: [columns, rows of all]; scaled as `scaled_matrices` found."""
+    """Stack matrices by rows and transpose them: [columns, rows of all]; scaled as by `scaled_matrices`."""
     if len(matrices) == 1:
         return float8_transposed(matrices[0], whole)
     rows, scale = scaled_matrices(matrices)
     return turned_rows(rows, scale, whole)
 
 
-# A norm and the matrices that read it. ------------------------------------------------------------------------------
+# A norm and the matrices that read it. --------------------------------------------------------------------------------
 
 
 @torch.library.impl("phalanx::fp8_norm_products", ("cpu", "cuda"))
@@ -120,9 +121,9 @@ def _norm_products_gradients(
     grad_TN: Tensor, x_TD: Tensor, norm_D: Tensor, weights: list[Tensor], kept_DT: Tensor, scales: Tensor, rms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, scale = scaled_rows(grad_TN)
-    whole = scale.amax()
+    grad_scale = scale.amax()
     by_weights = multiply_fp8(
-        (turned_rows(rows, scale, whole), whole), (kept_DT, scales[0, 0]), grad_TN.dtype, fast_sums=False
+        (turned_rows(rows, scale, grad_scale), grad_scale), (kept_DT, scales[0, 0]), grad_TN.dtype, fast_sums=False
     )
     by_normed = multiply_fp8((rows, scale), (_turned_matrices(weights, scales[1, 0]), scales[1, 0]), grad_TN.dtype)
     by_x, by_norm = scaled_norm_gradients(by_normed, None, x_TD, norm_D, rms)
@@ -135,7 +136,7 @@ def _norm_products_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del norm_D, eps
     tokens, width = x_TD.shape
-    out = x_TD.new_empty((tokens, sum(one.shape[0] for one in weights)))
+    out = x_TD.new_empty((tokens, sum(weight.shape[0] for weight in weights)))
     scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in ((2, 4), (tokens,)))
     return out, x_TD.new_empty((width, tokens), dtype=FORMAT), scales, rms
 
@@ -159,14 +160,14 @@ def _norm_products_backward(ctx: Any, grad_TN: Tensor, *_: Tensor | None) -> tup
     by_x, by_norm, by_weights = torch.ops.phalanx.fp8_norm_products_gradients(
         grad_TN, x_TD, norm_D, weights, kept_DT, scales, rms
     )
-    return by_x, by_norm, list(by_weights.split([len(one) for one in weights])), None
+    return by_x, by_norm, list(by_weights.split([len(weight) for weight in weights])), None
 
 
 torch.library.register_autograd(
     "phalanx::fp8_norm_products", _norm_products_backward, setup_context=_keep_norm_products
 )
 
-# One matrix, whose input is kept as it is by what made it. ----------------------------------------------------------
+# One matrix whose input is saved unrounded, by the operator that produced it. -----------------------------------------
 
 
 @torch.library.impl("phalanx::fp8_turning_product", ("cpu", "cuda"))
@@ -180,10 +181,10 @@ def _turning_product_gradients(
     grad_TD: Tensor, x_TN: Tensor, weight_DN: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows, scale = scaled_rows(grad_TD)
-    whole = scale.amax()
+    grad_scale = scale.amax()
     by_x = multiply_fp8((rows, scale), (float8_transposed(weight_DN, scales[1, 0]), scales[1, 0]), grad_TD.dtype)
     by_weight = multiply_fp8(
-        (turned_rows(rows, scale, whole), whole),
+        (turned_rows(rows, scale, grad_scale), grad_scale),
         (float8_transposed(x_TN, scales[0, 0]), scales[0, 0]),
         grad_TD.dtype,
         fast_sums=False,
@@ -209,8 +210,8 @@ def _keep_turning_product(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple
 
 
 def _turning_product_backward(ctx: Any, grad_TD: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.fp8_turning_product_gradients(grad_TD, *ctx.saved_tensors)
-    return found
+    gradients: tuple[Tensor, Tensor] = torch.ops.phalanx.fp8_turning_product_gradients(grad_TD, *ctx.saved_tensors)
+    return gradients
 
 
 torch.library.register_autograd(
@@ -225,17 +226,17 @@ def _gated_mlp(
     x_TD: Tensor, more_TD: Tensor, norm_D: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
     rows, scale, stream_TD, rms = float8_norm_rows(x_TD, more_TD, norm_D, eps)
-    wide = scaled_matrices([gate_FD, up_FD])
-    gate_up = multiply_fp8((rows, scale), wide, x_TD.dtype)
-    whole = scale.amax()
-    kept_DT = turned_rows(rows, scale, whole)
+    gate_up_weights = scaled_matrices([gate_FD, up_FD])
+    gate_up = multiply_fp8((rows, scale), gate_up_weights, x_TD.dtype)
+    x_scale = scale.amax()
+    kept_DT = turned_rows(rows, scale, x_scale)
     rows, scale = float8_swiglu_rows(gate_up)
-    last = scaled_rows(down_DF)
-    out_TD = multiply_fp8((rows, scale), last, x_TD.dtype)
+    down_weights = scaled_rows(down_DF)
+    out_TD = multiply_fp8((rows, scale), down_weights, x_TD.dtype)
     out_TD += stream_TD
-    inner_whole = scale.amax()
-    inner_FT = turned_rows(rows, scale, inner_whole)
-    scales = _side_by_side((whole, wide[1].amax(), inner_whole, last[1].amax()))
+    inner_scale = scale.amax()
+    inner_FT = turned_rows(rows, scale, inner_scale)
+    scales = _side_by_side((x_scale, gate_up_weights[1].amax(), inner_scale, down_weights[1].amax()))
     return out_TD, stream_TD, gate_up, kept_DT, inner_FT, scales, rms
 
 
@@ -247,13 +248,17 @@ def _gated_mlp_gradients(
     x_scale, wide_scale, inner_scale, down_scale = scales[:, 0].unbind()
     dtype = grad_TD.dtype
     rows, scale = scaled_rows(grad_TD)
-    whole = scale.amax()
-    by_down = multiply_fp8((turned_rows(rows, scale, whole), whole), (inner_FT, inner_scale), dtype, fast_sums=False)
+    row_scale = scale.amax()
+    by_down = multiply_fp8(
+        (turned_rows(rows, scale, row_scale), row_scale), (inner_FT, inner_scale), dtype, fast_sums=False
+    )
     by_inner = multiply_fp8((rows, scale), (float8_transposed(down_DF, down_scale), down_scale), dtype)
     rows, scale = float8_swiglu_gradient_rows(by_inner, gate_up)
     del by_inner
-    whole = scale.amax()
-    by_gate_up = multiply_fp8((turned_rows(rows, scale, whole), whole), (kept_DT, x_scale), dtype, fast_sums=False)
+    row_scale = scale.amax()
+    by_gate_up = multiply_fp8(
+        (turned_rows(rows, scale, row_scale), row_scale), (kept_DT, x_scale), dtype, fast_sums=False
+    )
     by_normed = multiply_fp8((rows, scale), (_turned_matrices([gate_FD, up_FD], wide_scale), wide_scale), dtype)
     by_x, by_norm = scaled_norm_gradients(by_normed, grad_TD, stream_TD, norm_D, rms)
     return by_x, by_norm, by_gate_up, by_down
@@ -265,10 +270,10 @@ def _gated_mlp_shapes(
 ) -> tuple[Tensor, ...]:
     del more_TD, norm_D, up_FD, down_DF, eps
     (tokens, width), inner = x_TD.shape, gate_FD.shape[0]
-    kept, product = (x_TD.new_empty((size, tokens), dtype=FORMAT) for size in (width, inner))
+    saved_x, saved_inner = (x_TD.new_empty((size, tokens), dtype=FORMAT) for size in (width, inner))
     scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in ((4, 4), (tokens,)))
     out, stream = (x_TD.new_empty((tokens, width)) for _ in range(2))
-    return out, stream, x_TD.new_empty((tokens, 2 * inner)), kept, product, scales, rms
+    return out, stream, x_TD.new_empty((tokens, 2 * inner)), saved_x, saved_inner, scales, rms
 
 
 @torch.library.register_fake("phalanx::fp8_gated_mlp_gradients")  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""ZeRO 1 to 3 and HSDP with FSDP2: one mechanism, three settings."""
+"""ZeRO stages 1 to 3 and HSDP, all by FSDP2's `fully_shard` with different settings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from phalanx.train.models.moe import Moe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroStage:
-    """What one ZeRO stage means to FSDP2.
+    """The FSDP2 settings of one ZeRO stage.
 
-    Stage 1 gathers the weights once a step and reduces gradients once; stage 2 reduces after every micro-batch, so that
-    only a shard of the gradients is kept; stage 3 also frees each block's weights after its forward.
+    Stage 1 gathers the weights once a step and reduces gradients once; stage 2 reduces after every micro-batch, so
+    that only a shard of the gradients is held; stage 3 also frees each block's weights after its forward.
     """
 
     free_after_forward: bool
@@ -36,8 +36,8 @@ ZERO = {
 }
 
 
-# The head, and what the root is left with (a tied table), is used last in forward and first in backward: freeing it in
-# between buys nothing.
+# The head, and the parameters that remain in the root (a tied table), are used last in forward and first in
+# backward: freeing them in between saves nothing.
 KEPT = {"reshard_after_forward": False}
 
 
@@ -51,9 +51,10 @@ def shard_params(
     reduce: torch.dtype,
     offload: bool,
 ) -> None:
-    """Shard every block, then what is left; `mesh` has the axes copies and shard (HSDP when both are above one)."""
+    """Shard every block, then the other parameters; `mesh` has the axes copies and shard (HSDP when both exceed 1)."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    pinned = mesh.device_type == "cuda"  # there is nothing to pin for on a CPU
+    # Pinned memory serves transfers to a GPU only
+    pinned = mesh.device_type == "cuda"
     host: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     settings: dict[str, Any] = {
         "mp_policy": policy,
@@ -81,33 +82,34 @@ def shard_params(
             fully_shard([model.norm, model.head], mesh=_flat_mesh(mesh), **(settings | KEPT))
     fully_shard(model, mesh=_flat_mesh(mesh), **(settings | KEPT))
     for module in sharded_modules(model):
-        # Our loss is already divided by the tokens of the whole batch, so gradients are summed, never averaged.
+        # The loss is already divided by the tokens of the whole batch, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _only_looks_up(module: torch.nn.Module) -> bool:
-    """Whether backward needs the shape of every weight and the value of none, so that gathering again is for nothing.
+    """Return whether the module has only embeddings, whose values backward does not need.
 
-    For Llama 3 8B on 8 ranks that gather was 0.92 GB a micro-batch of ZeRO-3 (docs/trace.md).
+    Gathering such weights again would be useless: for Llama 3 8B on 8 ranks it moved 0.92 GB per micro-batch of
+    ZeRO-3 (docs/trace.md).
     """
     return all(
-        isinstance(one, torch.nn.Embedding)
-        for one in module.modules()
-        if next(one.parameters(recurse=False), None) is not None
+        isinstance(submodule, torch.nn.Embedding)
+        for submodule in module.modules()
+        if next(submodule.parameters(recurse=False), None) is not None
     )
 
 
 def _expert_placement(param: torch.nn.Parameter, sharers: int) -> Shard | None:
-    """By expert where there are enough of them, else by width: one expert is not to lie on one rank of several."""
+    """Shard by expert; or by width if the ranks do not divide the experts but divide the width."""
     by_width = param.shape[0] % sharers and param.shape[1] % sharers == 0
     return Shard(1) if by_width else None
 
 
 def cast_inputs(blocks: Iterable[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Let every block have its floating-point inputs in `dtype`, as FSDP2 does for the modules it shards.
+    """Cast the floating-point inputs of every block to `dtype`, as FSDP2 does for the modules it shards.
 
-    A network of the user's own may add a float32 table to its stream: the next block's weights are in fewer bits.
+    A user's own network may add a float32 table to its activations, while the next block's weights have fewer bits.
     """
 
     def cast(one: Any) -> Any:
@@ -121,22 +123,24 @@ def cast_inputs(blocks: Iterable[torch.nn.Module], dtype: torch.dtype) -> None:
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    """Every module with parameters of its own to gather."""
+    """Return every module that FSDP2 gathers as one unit."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def set_gradient_sync(model: FSDPModule, *, zero: int, last: bool) -> None:
-    """Say before each backward whether it is the last of the step."""
+    """Configure FSDP2 before each backward; `last` marks the last one of the step."""
     stage = ZERO[zero]
     model.set_requires_gradient_sync(last or stage.reduce_every_micro_batch)
-    model.set_requires_all_reduce(last)  # HSDP: the copies of a shard need to agree once a step
+    # HSDP: the copies of a shard are summed once a step
+    model.set_requires_all_reduce(last)
     # Stages 1 and 2 keep the gathered weights until the step's last backward.
     model.set_reshard_after_backward(last or stage.free_after_forward)
-    # For FSDP2 every backward is the last: told otherwise it keeps the order of earlier forwards, and the embedding's
-    # backward prefetches the head again, 1 GB a step of Llama 3 8B that nobody uses (docs/trace.md).
+    # Every backward counts as the last for FSDP2: otherwise it keeps the order of earlier forwards, and the
+    # embedding's backward prefetches the head again, 1 GB per step of Llama 3 8B that is never used
+    # (docs/trace.md).
     model.set_is_last_backward(True)
 
 
 def _flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2 reads a 1-D mesh as sharding and a 2-D one as HSDP: drop the copies axis when there is one copy."""
+    """Drop the copies axis if there is one copy: FSDP2 reads a 1-D mesh as sharding and a 2-D mesh as HSDP."""
     return mesh["shard"] if mesh["copies"].size() == 1 else mesh

@@ -1,4 +1,4 @@
-"""Gradient exchange of unsharded weights: dense ones over all data ranks, each expert over those that hold it."""
+"""Gradient exchange of unsharded weights, the global gradient norm, and the sum for a tied embedding."""
 
 from __future__ import annotations
 
@@ -25,94 +25,96 @@ class Exchange(Protocol):
     """Sums the gradients of some parameters over the ranks that hold them."""
 
     def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
-        """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
+        """Pass gradients to `ear` before they are summed; return whether it gets those of each micro-batch."""
 
     def begin(self, micro_batches: int) -> None:
-        """Before the first backward of a step."""
+        """Prepare a step, before its first backward."""
 
     def micro_batch_done(self) -> None:
-        """After each backward."""
+        """Account for one micro-batch, after its backward."""
 
     def finish(self) -> None:
-        """After the last one: everything is summed when this returns."""
+        """Complete all sums, after the last backward of the step."""
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """The sum for one parameter."""
+        """Return the summed gradient of a parameter."""
 
 
 class GradientExchange:
-    """All parameters of this rank, each with its own group."""
+    """Gradient exchange of all parameters: dense ones over all data ranks, experts over their holders."""
 
     def __init__(self, trained: Sequence[StageTensor], meshes: Meshes, settings: Settings) -> None:
         dense = meshes.dense.get_group("copies")
         expert = meshes.experts.get_group("copies") if meshes.experts is not None else dense
-        split = {id(held.tensor) for held in trained if _is_expert(held, meshes)}
+        expert_ids = {id(stage_tensor.tensor) for stage_tensor in trained if _is_expert(stage_tensor, meshes)}
         self._all: list[Exchange] = []
         self._codecs: list[Codec] = []
         self._of: dict[int, Exchange] = {}
         for group, members in (
-            (dense, [held.tensor for held in trained if id(held.tensor) not in split]),
-            (expert, [held.tensor for held in trained if id(held.tensor) in split]),
+            (dense, [stage_tensor.tensor for stage_tensor in trained if id(stage_tensor.tensor) not in expert_ids]),
+            (expert, [stage_tensor.tensor for stage_tensor in trained if id(stage_tensor.tensor) in expert_ids]),
         ):
             if members:
-                made: Exchange
+                exchange: Exchange
                 if settings.reproducible:
-                    made = TreeReplicas(members, group, reduce=settings.reduce_dtype)
+                    exchange = TreeReplicas(members, group, reduce=settings.reduce_dtype)
                 else:
                     codec = build_codec(settings.layout.compression) if settings.layout.compression != "none" else None
                     self._codecs += [codec] if codec is not None else []
-                    made = Replicas(
+                    exchange = Replicas(
                         members, group, reduce=settings.reduce_dtype, codec=codec, bucket_bytes=bucket_bytes(settings)
                     )
-                self._all.append(made)
-                self._of |= {id(tensor): made for tensor in members}
+                self._all.append(exchange)
+                self._of |= {id(tensor): exchange for tensor in members}
 
     @property
     def bytes_sent(self) -> int | None:
-        """Bytes compressed exchange has put on the wire so far; None without compression."""
+        """Bytes that compressed exchange has sent so far; None without compression."""
         return sum(codec.bytes_sent for codec in self._codecs) if self._codecs else None
 
     def compress(self, on: bool) -> None:
-        """Compress gradients, where they are to be; or sum them as they are for a while."""
+        """Switch compression on where the job has it, or off for exact sums."""
         for codec in self._codecs:
             codec.is_off = not on
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What compression carries over to the next step."""
+        """Return the tensors that compression carries to the next step."""
         return {
-            f"{number}/{name}": one for number, codec in enumerate(self._codecs) for name, one in codec.state().items()
+            f"{number}/{name}": tensor
+            for number, codec in enumerate(self._codecs)
+            for name, tensor in codec.state().items()
         }
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the tensors returned by `state`."""
         for number, codec in enumerate(self._codecs):
-            start = f"{number}/"
-            codec.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+            prefix = f"{number}/"
+            codec.load({name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)})
 
     def rescale(self, factor: float) -> None:
-        """Gradients come in a unit `factor` times the last one's: so must the errors carried over."""
+        """Multiply the carried errors by `factor`, by which the unit of gradients has changed."""
         for codec in self._codecs:
             codec.rescale(factor)
 
     def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
-        """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
-        heard = [one.listen(ear, each=each) for one in self._all]
-        return any(heard)
+        """Pass gradients to `ear` before they are summed; return whether it gets those of each micro-batch."""
+        gets_each = [exchange.listen(ear, each=each) for exchange in self._all]
+        return any(gets_each)
 
     def begin(self, micro_batches: int) -> None:
-        """Before the first backward of a step."""
-        for one in self._all:
-            one.begin(micro_batches)
+        """Prepare a step, before its first backward."""
+        for exchange in self._all:
+            exchange.begin(micro_batches)
 
     def micro_batch_done(self) -> None:
-        """After each backward."""
-        for one in self._all:
-            one.micro_batch_done()
+        """Account for one micro-batch, after its backward."""
+        for exchange in self._all:
+            exchange.micro_batch_done()
 
     def finish(self) -> None:
-        """After the last backward."""
-        for one in self._all:
-            one.finish()
+        """Complete all sums, after the last backward of the step."""
+        for exchange in self._all:
+            exchange.finish()
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
         """The summed gradient of a parameter."""
@@ -120,7 +122,7 @@ class GradientExchange:
 
 
 def bucket_bytes(settings: Settings) -> int:
-    """Of one bucket: the job's `comm.bucket_mib`, or what DistributedDataParallel takes."""
+    """Return the size of a bucket: the job's `comm.bucket_mib`, or DistributedDataParallel's default."""
     return round(settings.bucket_mib * 2**20) if settings.bucket_mib is not None else BUCKET_BYTES
 
 
@@ -131,54 +133,61 @@ def _is_expert(held: StageTensor, meshes: Meshes) -> bool:
     return any(cut.group is group for cut in held.box.cuts)
 
 
-# The true global gradient norm under any layout, in the one small collective a step needs.
+# The global gradient norm under any layout, which needs one small collective per step.
 
 
 def squared_norm(shards: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once.
+    """Return this rank's part of the squared gradient norm; summed over all ranks it counts each value once.
 
-    Copies that another rank counts add nothing, unless one of them is not finite: that is heard of from every rank.
+    Copies that another rank counts add 0, or NaN if one of them is not finite, so that every rank's bad values are
+    noticed.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    # A weight of 0 still turns a norm that is infinite or NaN into NaN.
     for owner, weight in ((True, 1.0), (False, 0.0)):
-        mine = [grad for shard, grad in zip(shards, grads, strict=True) if shard.owner is owner and grad.numel()]
-        if mine:
+        counted_grads = [
+            grad for shard, grad in zip(shards, grads, strict=True) if shard.owner is owner and grad.numel()
+        ]
+        if counted_grads:
             # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
-            wide = torch.promote_types(mine[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(mine, 2, dtype=wide)).double().square().sum() * weight
+            norm_dtype = torch.promote_types(counted_grads[0].dtype, torch.float32)
+            total += (
+                torch.stack(torch._foreach_norm(counted_grads, 2, dtype=norm_dtype)).double().square().sum() * weight
+            )
     return total
 
 
 def scale_gradients(grads: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply every gradient in place; nothing is done for exactly one."""
+    """Multiply every gradient in place; a factor of exactly 1 does nothing."""
     if factor != 1.0 and grads:
         torch._foreach_mul_(list(grads), factor)
 
 
-# A tied embedding under a pipeline: the first and the last stage hold a copy each and must learn the same.
+# A tied embedding under a pipeline: the first and the last stage each hold a copy, and both must be updated alike.
 
 
 class TiedTable:
-    """Adds up the two gradients of the table, so that both copies take the same step."""
+    """Sums the two gradients of a tied embedding table, so that both copies take the same step."""
 
     def __init__(self, held: Sequence[StageTensor], meshes: Meshes, *, v_shaped: bool) -> None:
-        mine = [one for one in held if one.name == TIED[0]]
-        self._both_here = v_shaped and len(mine) == 2  # the pipeline's end comes back to its beginning
+        tables = [stage_tensor for stage_tensor in held if stage_tensor.name == TIED[0]]
+        # a V-shaped pipeline has its first and last stage on the same rank
+        self._both_here = v_shaped and len(tables) == 2
         self._pair: ProcessGroup | None = None
         ranks, last = meshes.dims.stage, meshes.dims.pipeline - 1
         if v_shaped:
             return
-        for place in range(ranks):
-            group = dist.new_group([place, last * ranks + place])
-            if dist.get_rank() % ranks == place and mine:
+        for stage_rank in range(ranks):
+            group = dist.new_group([stage_rank, last * ranks + stage_rank])
+            if dist.get_rank() % ranks == stage_rank and tables:
                 self._pair = group
 
     def sum(self, held: Sequence[StageTensor], grads: Sequence[torch.Tensor]) -> None:
-        """In place."""
-        found = [grad for one, grad in zip(held, grads, strict=True) if one.name == TIED[0]]
+        """Sum the table's gradients in place."""
+        table_grads = [grad for stage_tensor, grad in zip(held, grads, strict=True) if stage_tensor.name == TIED[0]]
         if self._both_here:
-            total = found[0] + found[1]
-            for grad in found:
+            total = table_grads[0] + table_grads[1]
+            for grad in table_grads:
                 grad.copy_(total)
-        elif self._pair is not None and found:
-            dist.all_reduce(found[0], group=self._pair)
+        elif self._pair is not None and table_grads:
+            dist.all_reduce(table_grads[0], group=self._pair)

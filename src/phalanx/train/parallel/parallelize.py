@@ -17,7 +17,7 @@ from phalanx.train.rank_settings import Settings
 
 
 def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torch.device) -> None:
-    """Split one stage, still without storage, over the ranks of its stage."""
+    """Split one stage, which has no storage yet, over the ranks of its stage."""
     layout, dims = settings.layout, meshes.dims
     model.positions = local_positions(settings.sequence, meshes.index("context"), dims.context)
     split_experts(model, meshes, sequence_parallel=layout.sequence_parallel and dims.tensor > 1)
@@ -51,8 +51,8 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
             model,
             meshes.dense["copies", "shard"],
             meshes.experts["copies", "shard"] if meshes.experts is not None else None,
-            # In a pipeline every micro-batch would gather each block twice: there ZeRO 3 keeps what it gathered for the
-            # step, as the planner counts it (and torchtitan does).
+            # In a pipeline ZeRO 3 would gather each block twice per micro-batch: it keeps gathered weights for the
+            # step instead, as the planner assumes (and torchtitan does).
             zero=min(dims.zero, 2) if dims.pipeline > 1 else dims.zero,
             compute=settings.compute_dtype,
             reduce=settings.reduce_dtype,

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers stand on which stage, and the schedule that drives them."""
+"""Pipeline parallelism: the pipeline schedules, built on torch's, and which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.parallel.stage import LeanStage
 
-# Our names -> torch's. Zero-bubble with two chunks per rank is the V-shaped schedule (Qi et al. 2024).
+# Phalanx's names -> torch's. Zero-bubble with two chunks per rank is the V-shaped schedule (Qi et al. 2024).
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
 
 Schedule = PipelineScheduleMulti | PipelineScheduleSingle
@@ -40,7 +40,7 @@ ACTION_KINDS = {
 
 
 class _OwnOrder(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
-    """torch's runtime for an order that is not one of its own; it adds the sends and receives."""
+    """torch's schedule runtime for a user-defined order of actions; it adds the sends and receives."""
 
     def __init__(self, stages: list[Any], order: Sequence[str], **arguments: Any) -> None:
         super().__init__(stages, **arguments)
@@ -52,7 +52,7 @@ class _OwnOrder(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
 
 
 def schedule_class(name: str, chunks: int) -> type[Schedule]:
-    """torch's schedule for our name; refuses what does not go together."""
+    """Return torch's schedule class for a Phalanx name; raise UserError for combinations that do not exist."""
     multi = name in ("interleaved", "zero-bubble")
     if chunks > 1 and not multi:
         raise mistake(
@@ -62,20 +62,21 @@ def schedule_class(name: str, chunks: int) -> type[Schedule]:
         )
     if name == "interleaved" and chunks == 1:
         name = "1f1b"  # with one chunk the two are the same order
-    found: type[Schedule] = get_schedule_class("ZBVZeroBubble" if is_v_shaped(name, chunks) else CLASSES[name])
-    return found
+    found_class: type[Schedule] = get_schedule_class("ZBVZeroBubble" if is_v_shaped(name, chunks) else CLASSES[name])
+    return found_class
 
 
 def check_micro_batches(name: str, chunks: int, ranks: int, micro_batches: int) -> None:
-    """Refuse counts the schedule cannot order, before anything waits for anything."""
+    """Raise UserError if the schedule cannot order this number of micro-batches."""
+    # torch's looped schedules process the micro-batches in equal rounds.
     rounds = max(1, micro_batches // ranks)
     if (name == "zero-bubble" or chunks > 1) and micro_batches % rounds:
-        near = micro_batches // ranks * ranks
+        lower = micro_batches // ranks * ranks
         raise mistake(
             "batch.micro",
             f"{micro_batches} micro-batches do not make whole rounds of {ranks} pipeline ranks",
             why=f'the "{name}" schedule works in rounds',
-            fix=f"use {near} or {near + ranks} micro-batches per step (batch.micro, batch.global_sequences, data)",
+            fix=f"use {lower} or {lower + ranks} micro-batches per step (batch.micro, batch.global_sequences, data)",
         )
 
 
@@ -91,84 +92,87 @@ def build_schedule(
     device: torch.device,
     order: Sequence[str] = (),
 ) -> tuple[Schedule, list[LeanStage]]:
-    """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time.
+    """Build the schedule over this rank's stages; shapes are known, so nothing is negotiated at run time.
 
-    An `order` of the user's own is for one number of ranks and micro-batches; others (a batch ramp, a run that lost
-    ranks) follow `name`.
+    A user-defined `order` holds for one number of ranks and micro-batches; other numbers (a batch ramp, a run that
+    lost ranks) use the schedule `name`.
     """
     chunks = stages // group.size()
     fits = len(order) == stages == group.size() and order[0].count("F") == micro_batches
     if not fits:
         check_micro_batches(name, chunks, group.size(), micro_batches)
     if not fits and name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
-        name = "gpipe"  # too few micro-batches ever to alternate: the two orders are one, and torch refuses the first
+        # With so few micro-batches the two orders are the same, and torch refuses 1F1B
+        name = "gpipe"
     kind = _OwnOrder if fits else schedule_class(name, chunks)
-    made: list[Any] = []
-    for index, part in parts:
-        given, made_of_it = shapes(index)
-        made.append(
+    lean_stages: list[Any] = []
+    for index, model in parts:
+        input_shape, output_shape = shapes(index)
+        lean_stages.append(
             LeanStage(
-                part,
+                model,
                 index,
                 stages,
                 device,
                 group=group,
-                input_args=(given,),
-                output_args=(made_of_it,),
+                input_args=(input_shape,),
+                output_args=(output_shape,),
                 sends_alone=kind is not Schedule1F1B,
             )
         )
+    # scale_grads=False: the loss is already divided by the tokens of the whole batch.
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
-    for stage in made:
+    for stage in lean_stages:
         _greet_others_only(stage)
     if issubclass(kind, _OwnOrder):
         with _all_chunks_stay(chunks):
-            return kind(made, order, **arguments), made
+            return kind(lean_stages, order, **arguments), lean_stages
     if issubclass(kind, PipelineScheduleMulti):
         with _all_chunks_stay(chunks):
-            return kind(made, **arguments), made
-    return kind(made[0], **arguments), made
+            return kind(lean_stages, **arguments), lean_stages
+    return kind(lean_stages[0], **arguments), lean_stages
 
 
 @contextmanager
 def _all_chunks_stay(chunks: int) -> Iterator[None]:
     """Let a rank hold the gathered weights of all its chunks.
 
-    torch's schedules drop those beyond three and gather them again: 22 gathers a step for 8 with four chunks of
+    torch's schedules drop those beyond three and gather them again: 22 gathers per step for 8 with four chunks of
     Llama 3.1 405B on 16,384 ranks (docs/trace.md), where ZeRO 1 and 2 keep their weights by definition.
     """
-    added = schedules._add_unshard_reshard
-    schedules._add_unshard_reshard = partial(added, max_active_stages=max(chunks, 3))
+    add_unshard_reshard = schedules._add_unshard_reshard
+    schedules._add_unshard_reshard = partial(add_unshard_reshard, max_active_stages=max(chunks, 3))
     try:
         yield
     finally:
-        schedules._add_unshard_reshard = added
+        schedules._add_unshard_reshard = add_unshard_reshard
 
 
 def _greet_others_only(stage: Any) -> None:
-    """torch 2.11 begins with a message to each neighbouring stage; on the bend of a V that is the rank itself."""
-    greetings = stage._get_init_p2p_neighbors_ops
-    me = dist.get_rank()
-    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.peer != me]
+    """Drop a stage's greeting to its own rank, its neighbour at the bend of a V-shaped pipeline (torch 2.11)."""
+    greeting_ops = stage._get_init_p2p_neighbors_ops
+    own_rank = dist.get_rank()
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greeting_ops() if op.peer != own_rank]
 
 
 def assume_static(schedule: Schedule) -> None:
     """Skip the messages of the first step: torch 2.13 votes on whether all shapes are known, 2.11 greets neighbours."""
     from torch.distributed.pipelining import _utils
 
-    known = getattr(_utils, "InferenceMode", None)  # torch 2.11 does not vote
+    # torch 2.11 does not vote
+    inference_mode = getattr(_utils, "InferenceMode", None)
 
-    def agreed(stages: Sequence[PipelineStage], *_: Any) -> None:
+    def skip_vote(stages: Sequence[PipelineStage], *_: Any) -> None:
         for stage in stages:
-            stage._inference_mode = known.STATIC if known is not None else None
+            stage._inference_mode = inference_mode.STATIC if inference_mode is not None else None
 
-    schedule._warmup_p2p = agreed  # type: ignore[method-assign,assignment]
+    schedule._warmup_p2p = skip_vote  # type: ignore[method-assign,assignment]
     for stage in [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages:
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign,assignment]
 
 
 def home_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """The pipeline rank that holds a stage.
+    """Return the pipeline rank that holds a stage.
 
     >>> [[home_of(stage, 2, v_shaped=shape) for stage in range(4)] for shape in (False, True)]
     [[0, 1, 0, 1], [0, 1, 1, 0]]
@@ -185,24 +189,24 @@ def forward_only(
     v_shaped: bool,
     like: Callable[[int], torch.Tensor],
 ) -> torch.Tensor | None:
-    """One micro-batch through the whole pipeline without gradients; the output on the last stage's rank.
+    """Run one micro-batch through the whole pipeline without gradients; return the output on the last stage's rank.
 
-    torch's own `schedule.eval` fails for zero-bubble and V-shaped orders (2.13), and evaluation needs no order at all.
+    torch's own `schedule.eval` fails for zero-bubble and V-shaped orders (2.13), and evaluation needs no order.
     """
-    passed: torch.Tensor | None = None
-    for index, part in sorted(parts, key=lambda one: one[0]):
+    output: torch.Tensor | None = None
+    for index, model in sorted(parts, key=lambda stage: stage[0]):
         x = first_input
         if index:
             source = home_of(index - 1, group.size(), v_shaped=v_shaped)
             if source == group.rank():
-                assert passed is not None
-                x = passed
+                assert output is not None
+                x = output
             else:
                 x = torch.empty_like(like(index), device=first_input.device)
                 dist.recv(x, group=group, group_src=source)
-        passed = part(x)
+        output = model(x)
         target = home_of(index + 1, group.size(), v_shaped=v_shaped)
         if index < stages - 1 and target != group.rank():
-            assert passed is not None
-            dist.send(passed.contiguous(), group=group, group_dst=target)
-    return passed if any(index == stages - 1 for index, _ in parts) else None
+            assert output is not None
+            dist.send(output.contiguous(), group=group, group_dst=target)
+    return output if any(index == stages - 1 for index, _ in parts) else None

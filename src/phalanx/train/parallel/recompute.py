@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping, and what it fetches from host memory."""
+"""Activation recomputation and offload: blocks recompute values in backward, or fetch them from host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from phalanx.train.parallel.float8 import FP8_PRODUCT
 
 aten = torch.ops.aten
 
-# Kept by selective recompute: what costs more to do again than to hold. Norms, activations and casts are redone.
+# Saved by selective recompute, because they cost more to compute again than to hold. Norms, activations and casts
+# are recomputed.
 EXPENSIVE = (
     aten.mm.default,
     aten.addmm.default,
@@ -35,20 +36,20 @@ EXPENSIVE = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-# Names for a profiler, which FSDP2 gives more often in backward: torch 2.13 counts every operator of a block, and
-# refuses experts with shards of their own ("invocation index 3 encountered during backward but not found in storage").
+# Profiler operators, which FSDP2 calls more often in backward: torch 2.13 counts every operator of a block, and
+# refuses experts with their own shards ("invocation index 3 encountered during backward but not found in storage").
 NAMES = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
 LEAST_MOVED_BYTES = 2**16  # smaller tensors cost more to move than they free
-# Functional collectives return what they received and may be kept. Those of c10d write into a buffer they are given:
-# kept, they would hand out the buffer before it is filled.
+# Functional collectives return what they received and may be saved. Those of c10d write into a buffer they are
+# given: saved, they would return the buffer before it is filled.
 COLLECTIVES = ("_c10d_functional", "c10d_functional")
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
-    """Make each block recompute in backward; the module tree and its names stay as they are."""
+    """Make each block recompute in backward; the module tree and its names do not change."""
     for block in blocks:
         if kind != "none" and next(block.buffers(), None) is not None:
             block.forward = _with_buffers_kept(block, block.forward)
@@ -61,7 +62,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function, because torch.compile follows it: a `partial` around `checkpoint` it passes over without a word."""
+    """Wrap `forward` in `checkpoint` as a function, which torch.compile traces; it silently skips a `partial`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
@@ -70,15 +71,19 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
 
 
 def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Computed again, a block must not count its tokens again: batch norm would take every micro-batch in twice."""
+    """Wrap `forward` so that recomputation does not update buffers: batch norm would count every micro-batch twice."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Compiled, torch itself keeps side effects out of what it computes again.
+        # Compiled code excludes side effects from recomputation by itself. A graph task id of -1 means that this is
+        # not backward.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return forward(*args, **kwargs)
-        slots = [(module, key) for module in block.modules() for key, one in module._buffers.items() if one is not None]
+        slots = [
+            (module, key) for module in block.modules() for key, buffer in module._buffers.items() if buffer is not None
+        ]
         before = [module._buffers[key] for module, key in slots]
-        with _disable_current_modes():  # selective recompute counts operators: these are no part of the block
+        # Selective recompute counts operators, and these clones are not part of the block
+        with _disable_current_modes():
             for (module, key), buffer in zip(slots, before, strict=True):
                 module._buffers[key] = buffer.clone() if buffer is not None else None
         try:
@@ -91,7 +96,7 @@ def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callabl
 
 
 def offload_activations(blocks: Iterable[nn.Module]) -> None:
-    """Move what each block saves for backward to host memory."""
+    """Move the tensors that each block saves for backward to host memory."""
     for block in blocks:
         block.forward = _on_host(block.forward)
 
@@ -105,9 +110,10 @@ def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A copy in host memory, with the same strides: compiled backward code counts on them.
+    """Copy a saved tensor to host memory with its strides, which compiled backward code relies on.
 
-    torch's own `save_on_cpu` forgets the strides, carries the weights away as well, and cannot take split tensors.
+    Returns a function that loads it. Weights and small tensors stay on the device. torch's own `save_on_cpu` loses
+    the strides, moves weights as well, and cannot handle DTensors.
     """
     if isinstance(saved, DTensor):
         back, mesh, placements = _to_host(saved._local_tensor), saved.device_mesh, saved.placements
@@ -122,12 +128,12 @@ def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host if host.device == device else host.to(device, non_blocking=True)
 
 
-_computed_again = 0  # how many `keep_nothing` are open
+_computed_again = 0  # number of open `keep_nothing` contexts
 
 
 @contextmanager
 def keep_nothing() -> Iterator[None]:
-    """Selective recompute keeps no product made here: for a traced step, which stands for a compiled one."""
+    """Make selective recompute save nothing computed here: for a traced step, which represents a compiled one."""
     global _computed_again
     _computed_again += 1
     try:
@@ -143,12 +149,12 @@ def _keep_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
-    """What a block keeps: nothing of nn.GRU, nn.LSTM and their cells.
+    """Return a block's selective-recompute policy: save nothing computed in recurrent layers (GRU, LSTM, cells).
 
-    On CPUs these add to and squash their products in place, through views without a version (`unsafe_chunk`): what was
-    kept would be changed unnoticed, and backward be wrong (torch 2.13: the gradients of a GRU by 1e-2).
+    On CPUs these modify their products in place, through views without a version (`unsafe_chunk`): saved values would
+    be changed unnoticed and backward be wrong (torch 2.13: the gradients of a GRU by 1e-2).
     """
-    recurrent = [one for one in block.modules() if isinstance(one, nn.RNNBase | nn.RNNCellBase)]
+    recurrent = [module for module in block.modules() if isinstance(module, nn.RNNBase | nn.RNNCellBase)]
     if not recurrent:
         return _keep_policy
     running: list[nn.Module] = []
@@ -163,8 +169,8 @@ def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
 
         return run
 
-    for one in recurrent:
-        one.forward = around(one, one.forward)
+    for module in recurrent:
+        module.forward = around(module, module.forward)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.PREFER_RECOMPUTE if running else _keep_policy(context, op, *args, **kwargs)

@@ -24,7 +24,7 @@ MLP_COLUMN = ("gate", "up")
 
 
 def split_tensors(model: Decoder, mesh: DeviceMesh, *, sequence: bool, loss_parallel: bool) -> None:
-    """Split a stage over the tensor group; experts are `expert.py`'s business."""
+    """Split a stage over the tensor group, except for experts, which `expert.py` splits."""
     between = Shard(1) if sequence else Replicate()
     _split_ends(model, mesh, between, sequence=sequence, loss_parallel=loss_parallel)
     for block in model.layers.values():
@@ -37,7 +37,7 @@ def _split_ends(
 ) -> None:
     styles: dict[str, ParallelStyle] = {}
     if model.embed is not None:
-        # What is added to the token vectors (positions, a norm) is worked out on the whole sequence.
+        # Positions and a norm, which are added to the token vectors, need the whole sequence.
         extra = model.embed.positions is not None or model.embed.norm is not None
         output = Replicate() if extra else between
         styles["embed.tokens"] = VocabularyParallel(output=output)
@@ -52,7 +52,7 @@ def _split_ends(
             styles["norm"] = SequenceParallel()
     parallelize_module(model, mesh, styles)
     if model.embed is not None:
-        # A block that is compiled must not be given a tensor that is still on its way: its backward would not know it.
+        # A compiled block must not receive an asynchronous tensor: its backward would not support it.
         model.embed.register_forward_hook(
             lambda _, __, out: out.wait() if isinstance(out, AsyncCollectiveTensor) else out
         )
@@ -62,7 +62,7 @@ def _block_styles(block: Block, between: Shard | Replicate, *, sequence: bool) -
     styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN}
     styles["attn.wo"] = RowwiseParallel(output_layouts=between)
     if block.attn.q_norm is not None:
-        # Normed per head, and heads are split: the weight is whole on every rank, its gradient a sum over them.
+        # Normed per head, and heads are split: the weight is replicated, and its gradient is a sum over the ranks.
         styles |= {
             f"attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")
         }
@@ -73,10 +73,10 @@ def _block_styles(block: Block, between: Shard | Replicate, *, sequence: bool) -
         styles |= {f"{path}.{name}": ColwiseParallel() for name in MLP_COLUMN if getattr(dense, name, None) is not None}
         styles[f"{path}.down"] = RowwiseParallel(output_layouts=between)
     if sequence:
-        # Experts take plain tensors: they send tokens away themselves.
+        # Experts take plain tensors: they send tokens to other ranks themselves.
         styles |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel(use_local_output=moe)}
-    # Also where nothing is gathered: several matrices read the input, and its gradient is to be summed once, not for
-    # each of them (docs/trace.md: five all-reduces in a layer's backward instead of two).
+    # Also where nothing is gathered: several matrices read the input, and its gradient should be summed once, not
+    # for each of them (docs/trace.md: five all-reduces in a layer's backward instead of two).
     styles["attn"] = PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None))
     if dense is not None:
         styles[path] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))

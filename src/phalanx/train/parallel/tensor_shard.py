@@ -1,4 +1,4 @@
-"""A shard: this rank's part of one named tensor, with its place in the whole. What optimizers and checkpoints see."""
+"""A rank's shard of a named tensor and its region in the full tensor, as optimizers and checkpoints use them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorShard:
-    """A box of one tensor of the whole, unsplit model.
+    """This rank's shard, a rectangular region of one tensor of the unsplit model.
 
-    `tensor` is plain and local: what the optimizer updates in place. `replicas` ranks of the world hold the same box;
-    exactly one of them, the one with `owner`, writes it to a checkpoint. `groups` maps a dimension that is split to
-    the process groups that together hold it, outermost first; a dimension that is whole is not in it. `moves` is told
-    of buffers that forward may change: their values between two updates are no sign of bad memory.
+    Attributes:
+        name: The tensor's name in the unsplit model.
+        tensor: The plain local tensor, which the optimizer updates in place.
+        shape: Shape of the full tensor.
+        start: First index of the region in each dimension.
+        replicas: Number of ranks of the world that hold the same region.
+        owner: True on exactly one of these ranks, the one that writes the region to a checkpoint.
+        groups: For each split dimension the process groups that together hold it, outermost first.
+        moves: True for buffers that forward may change: a change between two updates is no sign of bad memory.
     """
 
     name: str
@@ -39,25 +44,25 @@ class TensorShard:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank holds all of the tensor."""
+        """True if this rank holds all of the tensor."""
         return tuple(self.tensor.shape) == self.shape
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
 
-# Which box of which tensor this rank holds: from the layout alone, without asking any other rank.
+# The region of each tensor that this rank holds, derived from the layout alone, without communication.
 
 
-# Axes in the order in which they cut a tensor. FSDP2 shards what tensor or expert parallelism has left.
+# Axes in the order in which they split a tensor. FSDP2 shards what tensor or expert parallelism leaves.
 CUTS = ("expert", "tensor", "shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionSplit:
-    """One split of a dimension: this rank has chunk `index` of `parts`, as torch.chunk cuts."""
+    """One split of a dimension: this rank has chunk `index` of `parts`, as torch.chunk divides."""
 
     dim: int
     parts: int
@@ -67,7 +72,7 @@ class RegionSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRegion:
-    """This rank's part of a whole tensor."""
+    """This rank's region of a full tensor, and the splits that led to it."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -76,29 +81,29 @@ class ShardRegion:
 
     @property
     def groups(self) -> dict[int, tuple[ProcessGroup, ...]]:
-        """For each split dimension the groups that hold it, outermost first."""
-        found: dict[int, tuple[ProcessGroup, ...]] = {}
+        """For each split dimension the process groups that hold it, outermost first."""
+        groups: dict[int, tuple[ProcessGroup, ...]] = {}
         for cut in self.cuts:
-            found[cut.dim] = (*found.get(cut.dim, ()), cut.group)
-        return found
+            groups[cut.dim] = (*groups.get(cut.dim, ()), cut.group)
+        return groups
 
     @property
     def parts(self) -> int:
-        """Ranks that hold one copy of the tensor together."""
+        """Number of ranks that hold one copy of the tensor together."""
         total = 1
         for cut in self.cuts:
             total *= cut.parts
         return total
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The box cut out of the whole tensor, as a view."""
+        """Return the region of the full tensor `whole`, as a view."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
 
 
 def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) -> ShardRegion:
-    """The box of a parameter; `cuts_before` are splits torch does not know of (a rank's own experts)."""
+    """Return the region of a parameter; `cuts_before` are splits that torch does not know (a rank's own experts)."""
     cuts = [*cuts_before, *_known_cuts(param)]
     local = param._local_tensor if isinstance(param, DTensor) else param
     shape = list(param.shape)
@@ -114,14 +119,16 @@ def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) ->
 
 
 def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, length) of a chunk as torch.chunk cuts: all but the last are of the ceiling size, late ones may be empty.
+    """Return (first, length) of a chunk as torch.chunk divides.
+
+    All chunks but the last have the ceiling size, and late ones may be empty.
 
     >>> [chunk_range(5, 4, index) for index in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
-    full = -(-length // parts)
-    first = min(index * full, length)
-    return first, min(full, length - first)
+    full_length = -(-length // parts)
+    first = min(index * full_length, length)
+    return first, min(full_length, length - first)
 
 
 def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
@@ -129,7 +136,7 @@ def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
         return []
     mesh = param.device_mesh
     names = mesh.mesh_dim_names or ()
-    found = []
+    splits = []
     for axis in CUTS:
         if axis not in names:
             continue
@@ -138,18 +145,18 @@ def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
         if placement.is_replicate() or mesh.size(position) == 1:
             continue
         index = int(mesh.get_local_rank(position))
-        dim: int = placement.dim  # type: ignore[attr-defined]  # what is neither replicated nor partial is a shard
-        found.append(RegionSplit(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
-    return found
+        dim: int = placement.dim  # type: ignore[attr-defined]  # neither replicated nor partial: a shard
+        splits.append(RegionSplit(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
+    return splits
 
 
 def expert_splits(model: nn.Module) -> Mapping[int, RegionSplit]:
-    """For each expert parameter (by id) the split torch does not know of: by expert, or of every expert's width."""
-    found = {}
+    """Return, by parameter id, the splits of experts that torch does not know: by expert or by width."""
+    splits = {}
     for _, moe in expert_layers(model):
         if isinstance(moe.dispatch, ExpertExchange | ExpertSlices):
             group = moe.dispatch.group
             for name, param in moe.experts.named_parameters():
                 dim = moe.dispatch.offsets()[name][0]
-                found[id(param)] = RegionSplit(dim=dim, parts=group.size(), index=group.rank(), group=group)
-    return found
+                splits[id(param)] = RegionSplit(dim=dim, parts=group.size(), index=group.rank(), group=group)
+    return splits

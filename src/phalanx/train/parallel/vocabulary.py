@@ -1,8 +1,8 @@
-"""The token table split by rows over the tensor group, with gradients only for the rows held.
+"""The token embedding table split by rows over the tensor group, with gradients only for the rows held.
 
-Why not RowwiseParallel: DTensor works out the gradient of the whole vocabulary on every rank and cuts its rows out
-later. While gradients accumulate, each rank then holds all of them in float32: 2.1 GB instead of 0.26 for Llama 3 8B
-over 8 ranks, 8.4 GB instead of 1.05 for 405B (`phalanx trace` showed it).
+RowwiseParallel does not fit: DTensor computes the gradient of the whole vocabulary on every rank and selects the
+rank's rows later. While gradients accumulate, each rank then holds all of them in float32: 2.1 GB instead of 0.26 for
+Llama 3 8B over 8 ranks, 8.4 GB instead of 1.05 for 405B (measured with `phalanx trace`).
 
 B batch, S sequence, D model, V vocabulary.
 """
@@ -21,7 +21,7 @@ from phalanx.train.parallel.tensor_shard import chunk_range
 
 
 class VocabularyParallel(ParallelStyle):
-    """For an embedding of tokens all ranks of the group know; gives plain tensors laid out as `output` says."""
+    """Parallel style for a token embedding whose tokens all ranks have; returns plain tensors placed as `output`."""
 
     def __init__(self, *, output: Placement) -> None:
         super().__init__()
@@ -40,13 +40,14 @@ def _split_rows(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, output: Placement, tokens_BS: Tensor) -> Tensor:
-    """Zero for tokens of other ranks; their sum is the embedding."""
+    """Look up tokens: a rank returns zeros for rows of other ranks, and the sum over ranks is the embedding."""
     table_VD = module.weight
     assert isinstance(table_VD, DTensor)
     first, rows = chunk_range(table_VD.shape[0], mesh.size(), int(mesh.get_local_rank()))
     elsewhere_BS = (tokens_BS < first) | (tokens_BS >= first + rows)
+    # Tokens of other ranks look up row 0; the values are masked below.
     row_BS = (tokens_BS - first).masked_fill(elsewhere_BS, 0)
     x_BSD = F.embedding(row_BS, table_VD.to_local()).masked_fill(elsewhere_BS[..., None], 0.0)
-    whole = DTensor.from_local(x_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[output])
-    out_BSD: Tensor = whole.to_local()
+    summed = DTensor.from_local(x_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[output])
+    out_BSD: Tensor = summed.to_local()
     return out_BSD

@@ -1,4 +1,4 @@
-"""Saving beside the training: the step waits for a copy to host memory, a thread does the rest."""
+"""Asynchronous saving of checkpoints: a step waits for a copy to host memory, and a thread does the rest."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ABANDON_S = 0.1  # a survivor that recovers waits no longer for its own disk
 
 
 class AsyncSaver:
-    """One save at a time. Memory: one host copy of what this rank owns, kept and used again.
+    """Writes checkpoints in a thread, one at a time, from a reused host copy of the tensors this rank owns.
 
-    All ranks call `save` for the same steps in the same order. It returns when the copy is taken; an error of the
-    thread is raised by the next `save`, after that one was started so that the ranks stay together, or by `wait`. Only
-    rank 0 knows whether a step was committed: on other ranks a finished save means that their shards are stored. The
-    host memory is `copies`, which may serve one saver after another, but not two at a time.
+    All ranks call `save` for the same steps in the same order. It returns when the copy is made; an error of the
+    thread is raised by the next `save`, after that one was started so that the ranks stay together, or by `wait`.
+    Only rank 0 knows whether a step was committed: on other ranks a finished save means that their shards are stored.
+    The host memory is `copies`, which may serve one saver after another, but not two at a time.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class AsyncSaver:
         point: Callable[[str], None] = lambda name: None,
         trusted_step: Callable[[], int | None] = lambda: None,
     ) -> None:
-        storage = open_storage(root)  # once: to connect to an object store takes longer than a small save
+        # Once, because connecting to an object store takes longer than a small save
+        storage = open_storage(root)
         self._save = partial(
             save_checkpoint,
             storage,
@@ -70,11 +71,11 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
+        """True while a save is being written."""
         return self._current is not None and self._current.is_alive()
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the host memory beside the training, so that the first save blocks no longer than the others."""
+        """Allocate the host memory in the background, so that the first save does not block longer than the others."""
         self.wait()
         self._copies.reserve(shards)
 
@@ -86,9 +87,10 @@ class AsyncSaver:
         meta: Mapping[str, JSON],
         rank_meta: Mapping[str, JSON] | None = None,
     ) -> float:
-        """Copy and go on; returns the seconds the caller was held up. Waits for the save before, if it still writes.
+        """Copy the state and start a save; return the seconds that the caller was blocked.
 
-        The step of the save before is not written again, so that a final save may come at any step.
+        Waits for the previous save if it is still being written, and raises its error. A step that the previous save
+        wrote is not written again, so that a final save may come at any step.
         """
         began = time.monotonic()
         error = self._join_save()
@@ -103,18 +105,18 @@ class AsyncSaver:
         return time.monotonic() - began
 
     def _start_save(self, job: Callable[..., SavedCheckpoint]) -> None:
-        # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
+        # Numbered, as on every rank: files of a failed save are never mistaken for files of the next.
         self._started += 1
         self._current = _SaveThread(partial(job, attempt=f"{self._attempt}.{self._started}"))
         self._current.start()
 
     def finish(self) -> None:
-        """Wait until nothing is being written; `wait` says what came of it."""
+        """Wait until no save is being written; `wait` returns or raises its outcome."""
         if self._current is not None:
             self._current.join()
 
     def wait(self) -> SavedCheckpoint | None:
-        """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
+        """Wait until no save is being written; return this rank's last finished save, or raise the error."""
         error = self._join_save()
         if error is not None:
             raise error
@@ -129,10 +131,10 @@ class AsyncSaver:
         return job.error
 
     def abandon(self) -> None:
-        """Give up the save that is under way, and forget what went wrong: the ranks it waits for may be gone.
+        """Give up the running save and its error, because the ranks it waits for may be gone.
 
-        Returns in about 0.1 s at the latest. A thread that a slow disk still holds goes on alone, to clean up: it will
-        commit nothing that it has not begun to commit, and keeps the host copy it reads from.
+        Returns within about 0.1 s. A thread that a slow disk blocks continues alone to clean up: it starts no commit,
+        and keeps the host copy it reads from.
         """
         job, self._current = self._current, None
         if job is None:
@@ -145,10 +147,10 @@ class AsyncSaver:
 
 
 class _SaveThread(threading.Thread):
-    """A save in a thread, with what came of it."""
+    """A thread that runs one save, with its result or error."""
 
     def __init__(self, run: Callable[..., SavedCheckpoint]) -> None:
-        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
+        # Daemon: a process that fails otherwise must not wait for minutes for the other ranks' files.
         super().__init__(name="checkpoint", daemon=True)
         self.abandoned = threading.Event()
         self.saved: SavedCheckpoint | None = None
@@ -156,18 +158,18 @@ class _SaveThread(threading.Thread):
         self._job = partial(run, abandoned=self.abandoned)
 
     def run(self) -> None:
-        """Save; an error is for the caller's thread."""
+        """Save; the caller's thread raises a stored error."""
         try:
             self.saved = self._job()
         except BaseException as error:
             self.error = error
 
 
-# Host copies of what a rank owns, taken between two steps and used again for the next.
+# Host copies of the tensors that a rank owns, taken between two steps and reused.
 
 
 class HostCopies:
-    """One host copy of each tensor a rank owns. Memory: what the rank owns, once; pinned where a GPU copies into it."""
+    """One host copy of each tensor a rank owns; pinned memory if a GPU copies into it."""
 
     def __init__(self) -> None:
         self._segment: MemorySegment | None = None
@@ -175,7 +177,7 @@ class HostCopies:
         self._reservation = MemoryReservation()
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the memory for copies of these, in a thread."""
+        """Allocate the memory for copies of these shards, in a thread."""
         self._reservation.wait()
         segment, device = self._present_segment(), device_of(shards)
         _, end = _lay_out(owned_shards(shards))
@@ -187,24 +189,26 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        """The owned shards with the values of now; those handed out before are overwritten."""
+        """Return the owned shards with copies of their present values; copies returned before are overwritten."""
         self._reservation.wait()
-        mine = owned_shards(shards)
-        device, (laid_out, end) = device_of(mine), _lay_out(mine)
+        owned = owned_shards(shards)
+        device, (laid_out, end) = device_of(owned), _lay_out(owned)
         view = reserve_segment(self._present_segment(), end, device)
-        copies = copy_shards(view, mine, laid_out, device)
-        return [replace(shard, tensor=copy) for shard, copy in zip(mine, copies, strict=True)]
+        copies = copy_shards(view, owned, laid_out, device)
+        return [replace(shard, tensor=copy) for shard, copy in zip(owned, copies, strict=True)]
 
     def leave_to(self, reader: threading.Thread) -> None:
-        """Leave the present copies to a thread that still reads them; the next lie elsewhere until it has ended."""
+        """Leave the present copies to a thread that still reads them; the next use other memory until it has ended."""
         if self._segment is not None:
             self._left.append((self._segment, reader))
             self._segment = None
 
     def _present_segment(self) -> MemorySegment:
-        """Memory that nobody reads, as far as possible some that was used before: touching fresh memory costs more."""
+        """Return a segment that no thread reads, if possible one used before: touching new memory costs more."""
         if self._segment is None:
-            free = next((one for one in self._left if not one[1].is_alive()), None)
+            free = next(
+                (segment_and_reader for segment_and_reader in self._left if not segment_and_reader[1].is_alive()), None
+            )
             if free is not None:
                 self._left.remove(free)
             self._segment = MemorySegment("saver") if free is None else free[0]
@@ -212,6 +216,6 @@ class HostCopies:
 
 
 def _lay_out(shards: Sequence[TensorShard]) -> tuple[tuple[StoredShard, ...], int]:
-    """Where each lies in a segment, and where the last ends."""
+    """Return the place of each shard in a segment, and the end of the last."""
     laid_out = lay_out_shards(shards, rank=0, offset=0, align_bytes=ALIGN_BYTES)
-    return laid_out, max((one.offset + one.size_bytes for one in laid_out), default=1)
+    return laid_out, max((stored.offset + stored.size_bytes for stored in laid_out), default=1)

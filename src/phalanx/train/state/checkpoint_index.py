@@ -1,8 +1,8 @@
-"""What a checkpoint says of itself: the index of each rank, and the manifest that vouches for all of them.
+"""Metadata files of a checkpoint: the index of each rank, and the manifest with the digests of all indexes.
 
 The index of a rank lists the shards in its file, each with offset and digest. The manifest is written last; it makes
-a folder a checkpoint and holds the digest of every index. Both are JSON of which each value has one text only, so that
-any change is seen. Whatever is not what was written raises DamagedCheckpoint.
+a folder a checkpoint and holds the digest of every index. Both are JSON in which each value has exactly one encoding,
+so that any change is detected. Any deviation from what was written raises DamagedCheckpoint.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ MOST_DIMS = 16
 
 
 class DamagedCheckpoint(SystemFailure):
-    """A file of a checkpoint is missing, cut, changed or forged; an earlier checkpoint may be whole."""
+    """A file of a checkpoint is missing, truncated, changed or forged; an earlier checkpoint may be intact."""
 
 
 def damaged_checkpoint(
     where: object, what: str, *, why: str = "", fix: str = "restore the checkpoint before it"
 ) -> DamagedCheckpoint:
-    """A DamagedCheckpoint with one problem."""
+    """Build a DamagedCheckpoint with one problem."""
     return DamagedCheckpoint(Problem(where=str(where), what=what, why=why, fix=fix))
 
 
 def encode_json(value: Any) -> bytes:
-    """The one text of a value: sorted keys, a line per entry, ASCII; raises ValueError for NaN and infinity."""
+    """Return the one encoding of a value: sorted keys, a line per entry, ASCII.
+
+    Raises ValueError for NaN and infinity.
+    """
     try:
         return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
     except RecursionError:
@@ -60,13 +63,13 @@ def _json_line(value: Any) -> str:
 
 
 def decode_json(data: bytes) -> Any:
-    """The value of a text; raises ValueError for anything that is not plain JSON."""
+    """Decode JSON; raise ValueError for duplicate keys, NaN, infinity and invalid text."""
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        result = dict(pairs)
+        if len(result) != len(pairs):
             raise ValueError("it has the same key twice")
-        return found
+        return result
 
     def refuse(text: str) -> None:
         raise ValueError(f"it holds {text}")
@@ -78,7 +81,7 @@ def decode_json(data: bytes) -> Any:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value from a file is a whole number from 0 on that fits 63 bits; True is none."""
+    """Return whether a value from a file is a non-negative integer below 2**63; False for True."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -87,17 +90,17 @@ def is_count(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """What a rank wrote: the size of its tensors, and size and digest of its index, which holds their digests."""
+    """Sizes of the files of a rank, and the digest of its index, which holds the digests of its tensors."""
 
     data_bytes: int
     index_bytes: int
     index_sha256: str
-    tensors: int  # how many shards it holds; the index of a rank without any need not be opened
+    tensors: int  # number of shards; the index of a rank without any need not be opened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointManifest:
-    """A committed step: who wrote it, and the caller's own `meta`."""
+    """A committed step: the ranks and program that wrote it, and the caller's `meta`."""
 
     step: int
     world: int
@@ -114,7 +117,10 @@ class CheckpointManifest:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """The text of a manifest, with the digest of the rest of it inside; raises ValueError for meta that is not JSON."""
+    """Return the text of a manifest, which includes a digest of its other fields.
+
+    Raises ValueError for meta that is not JSON.
+    """
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -130,21 +136,21 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def read_manifest(folder: CheckpointFolder) -> CheckpointManifest:
-    """The manifest of a committed folder; raises DamagedCheckpoint when a single bit of it is not what was written."""
+    """Read the manifest of a committed folder; raise DamagedCheckpoint if any bit of it was changed."""
     path = folder.location / paths.MANIFEST
     try:
         data = read_small_file(folder.open(paths.MANIFEST), most_bytes=MOST_MANIFEST_BYTES)
     except OSError as error:
-        why = "without it nothing vouches for the other files"
-        raise damaged_checkpoint(path, f"cannot be read: {os_error_text(error)}", why=why) from error
+        reason_text = "without it nothing vouches for the other files"
+        raise damaged_checkpoint(path, f"cannot be read: {os_error_text(error)}", why=reason_text) from error
     try:
         manifest = _decode_manifest(data)
     except (ValueError, TypeError, KeyError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise damaged_checkpoint(path, f"is not a valid manifest: {reason}") from error
     if manifest.step != paths.commit_step(folder.location.name):
-        what = f"is the manifest of step {manifest.step}, in the folder {folder.location.name}"
-        raise damaged_checkpoint(path, what, why="it vouches for other files")
+        problem = f"is the manifest of step {manifest.step}, in the folder {folder.location.name}"
+        raise damaged_checkpoint(path, problem, why="it vouches for other files")
     return manifest
 
 
@@ -155,6 +161,7 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
     if body.get("version") != VERSION:
         raise ValueError(f"it has version {body.get('version')!r}, and this Phalanx reads version {VERSION}")
     digest = body.pop("sha256")
+    # The text is compared too: every value has one encoding, so that any changed byte is found.
     if digest != hashlib.sha256(encode_json(body)).hexdigest() or data != encode_json({**body, "sha256": digest}):
         raise ValueError("its digest does not match its text")
     for row in body["ranks"]:
@@ -162,8 +169,8 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
         if not counts or not isinstance(row["index_sha256"], str):
             raise ValueError("an entry of ranks is not two sizes, a digest and a number of tensors")
     ranks = tuple(RankFiles(**row) for row in body["ranks"])
-    known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
-    manifest = CheckpointManifest(ranks=ranks, generation=body.get("epoch", 0), **known)
+    fields = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
+    manifest = CheckpointManifest(ranks=ranks, generation=body.get("epoch", 0), **fields)
     if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
         raise ValueError(
             f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world size of {manifest.world!r}"
@@ -178,7 +185,7 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIndex:
-    """Everything one rank wrote: its header, its shards, and what is its alone (its random state, say)."""
+    """Everything one rank wrote: its header, its shards, and metadata of this rank only, such as its random state."""
 
     rank: int
     header_bytes: int
@@ -188,7 +195,7 @@ class RankIndex:
 
 
 def safetensors_header(shards: Iterable[StoredShard]) -> bytes:
-    """The one header of these shards, in file order: eight bytes of length and a table, padded to eight."""
+    """Return the safetensors header of these shards: eight bytes of length and a table in file order."""
     table: dict[str, object] = {RESERVED: {"format": "pt"}}
     end = 0
     for shard in shards:
@@ -201,7 +208,7 @@ def safetensors_header(shards: Iterable[StoredShard]) -> bytes:
 
 
 def encode_rank_index(index: RankIndex) -> bytes:
-    """The text of an index, a line per tensor."""
+    """Return the text of an index, with a line per tensor."""
     rows = [
         {
             "name": shard.name,
@@ -221,7 +228,7 @@ def encode_rank_index(index: RankIndex) -> bytes:
 
 
 def read_rank_index(folder: CheckpointFolder, rank: int, files: RankFiles) -> RankIndex:
-    """The index of a rank, as the manifest vouches for it; raises DamagedCheckpoint."""
+    """Read the index of a rank and compare it with the manifest's digest; raise DamagedCheckpoint."""
     path = folder.location / paths.index_name(rank)
     try:
         data = read_small_file(folder.open(path.name), most_bytes=min(files.index_bytes, MOST_INDEX_BYTES))
@@ -244,7 +251,7 @@ def _decode_rank_index(body: Any, rank: int, files: RankFiles) -> RankIndex:
         raise ValueError(f"it lists {len(shards)} tensors, and the manifest counts {files.tensors}")
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError("it names a tensor twice")
-    # Shards follow each other without a gap from the header to the end, so that every byte has a digest.
+    # Shards must follow each other without a gap from the header to the end, so that every byte has a digest.
     end = header["bytes"]
     for shard in shards:
         if shard.offset != end:
@@ -288,29 +295,29 @@ def _decode_ints(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-# Shards of several ranks, held against each other.
+# Consistency checks between shards of several ranks.
 
 
 def check_same_tensor(where: object, first: StoredShard, shard: StoredShard) -> None:
-    """Raises DamagedCheckpoint unless two shards are of one and the same tensor."""
+    """Raise DamagedCheckpoint unless two shards belong to the same tensor."""
     if (shard.dtype, shard.shape) != (first.dtype, first.shape):
-        what = (
+        mismatch = (
             f"{shard.name} is {first.dtype} {list(first.shape)} for rank {first.rank} "
             f"and {shard.dtype} {list(shard.shape)} for rank {shard.rank}"
         )
-        raise damaged_checkpoint(where, what, why="the ranks that wrote it did not run the same model")
+        raise damaged_checkpoint(where, mismatch, why="the ranks that wrote it did not run the same model")
 
 
 def check_coverage(name: str, region: Region, parts: Sequence[tuple[StoredShard, Region]]) -> None:
-    """Raises DamagedCheckpoint unless `parts`, each the part of `region` that a shard holds, tile it exactly."""
+    """Raise DamagedCheckpoint unless `parts`, the parts of `region` that shards hold, tile it exactly."""
     try:
         gap = first_coverage_gap(region, [part for _, part in parts])
     except OverflowError as error:
         raise damaged_checkpoint(name, f"is split beyond measure: {error}") from error
     if gap is None:
         return
-    where = f"elements {list(gap.region.start)} to {list(gap.region.end)} (end excluded)"
+    elements = f"elements {list(gap.region.start)} to {list(gap.region.end)} (end excluded)"
     if not gap.times:
-        raise damaged_checkpoint(name, f"has a hole: no rank wrote {where}")
+        raise damaged_checkpoint(name, f"has a hole: no rank wrote {elements}")
     ranks = [str(shard.rank) for shard, part in parts if shared_region(part, gap.region)]
-    raise damaged_checkpoint(name, f"is there twice: ranks {', '.join(ranks)} all wrote {where}")
+    raise damaged_checkpoint(name, f"is there twice: ranks {', '.join(ranks)} all wrote {elements}")

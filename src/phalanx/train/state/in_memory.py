@@ -1,4 +1,4 @@
-"""In-memory checkpoints: after a step a rank's state stays in its host's memory, and a replica goes to another host."""
+"""In-memory checkpoints: after a step a copy of a rank's state is kept in its host's memory and on another host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer  # of the function below
+
+# Used by the function below
+from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer
 from phalanx.elastic.replica_ring import ReplicaRing
 from phalanx.elastic.replica_store import (
     BUFFERS,
@@ -37,18 +39,32 @@ from phalanx.train.state.snapshot import (
     take_snapshot,
 )
 
-CLOSE_S = 3.0  # the longest wait for a copy on its way to a host that may be dead
+CLOSE_S = 3.0  # the longest wait for a copy in transit to a host that may be dead
 CONNECT_S = 2.0
-ANSWER_S = 30.0  # for the other side to take what we sent; a dead one ends the connection long before
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # between two attempts
+# For the other side to receive a copy; a dead one ends the connection long before
+ANSWER_S = 30.0
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # pauses between two attempts
 
 
 class InMemoryCheckpointer:
-    """One rank in one generation. All ranks put the same steps, in the same order, with the same `held`.
+    """In-memory checkpoints of one rank in one generation.
 
-    `restored` is the (generation, step) in memory that this one began from, kept until all ranks hold a newer step.
-    `check` is asked when a copy is taken and does not count yet: it raises where the copy is not to count, because a
-    collective that it waited for was cut short.
+    All ranks put the same steps, in the same order, with the same `held`.
+
+    Args:
+        replica_store: The host's memory segments.
+        slot: This rank's slot on its host.
+        rank: This rank.
+        world: World size.
+        generation: Number of the membership.
+        secret: The run's secret, which authenticates connections.
+        peer: Address of the replica server that stores this rank's replicas; None without a peer.
+        restored: The (generation, step) in memory that this generation began from, kept until all ranks hold a newer
+            one.
+        address: Local address to connect from.
+        tell: Called with fields of an event when copying to the peer begins to fail or recovers.
+        check: Called when a copy was made and does not count yet; raises if it must not count, because a collective
+            that it waited for was cut short.
     """
 
     def __init__(
@@ -69,8 +85,10 @@ class InMemoryCheckpointer:
         self._rank, self._world, self._generation, self._restored = rank, world, generation, restored
         self._segments = replica_store.buffers("own", slot)
         self._sequence = next_sequence_number(self._segments)
-        self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
-        self._busy: dict[int, int] = {}  # buffer by step, until it counts here and with the peer
+        # Steps that may be needed, the same on all ranks
+        self._kept = [] if restored is None else [restored[1]]
+        # Buffer by step, until the copy is complete here and on the peer
+        self._busy: dict[int, int] = {}
         self._safe = -1
         self._reservation = MemoryReservation()
         self._sealer = JobThread("replica-seal")
@@ -82,26 +100,26 @@ class InMemoryCheckpointer:
 
     @property
     def safe_step(self) -> int:
-        """The newest step that is complete here and with the peer, if there is one; -1 while there is none."""
+        """The newest step that is complete on this host and on the peer, if there is one; -1 while there is none."""
         return self._safe
 
     @property
     def trouble(self) -> str:
-        """Why the peer does not have the newest snapshot; empty when all is well."""
+        """The reason why the peer lacks the newest snapshot; empty if it has it."""
         return self._replica.trouble if self._replica is not None else ""
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the memory of two buffers beside the training, so that the first snapshots block as long as others."""
-        taken: list[int] = []
-        while len(taken) < 2 and (buffer := self._free_segment(-1, busy=taken)) is not None:
-            taken.append(buffer)
+        """Allocate two buffers in the background, so that the first snapshots do not block longer than others."""
+        buffers: list[int] = []
+        while len(buffers) < 2 and (buffer := self._free_segment(-1, busy=buffers)) is not None:
+            buffers.append(buffer)
         size_bytes, device = snapshot_bytes(shards, self._rank), device_of(shards)
 
-        def take() -> None:
-            for buffer in taken:
+        def allocate() -> None:
+            for buffer in buffers:
                 reserve_segment(self._segments[buffer], size_bytes, device)
 
-        self._reservation.begin(take, device)
+        self._reservation.begin(allocate, device)
 
     def put(
         self,
@@ -112,14 +130,14 @@ class InMemoryCheckpointer:
         held: int,
         rank_meta: Mapping[str, Any] | None = None,
     ) -> float:
-        """Copy the state after `step` steps and go on; returns the seconds the caller was held up.
+        """Copy the state after `step` steps; return the seconds that the caller was blocked.
 
-        `held` is the smallest `safe_step` of all ranks, as they last agreed. While it is three snapshots behind (a
-        peer that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
+        `held` is the smallest `safe_step` of all ranks, as last exchanged. While it is three snapshots behind, for
+        example because a peer does not answer, no copy is made and `skipped` counts, on all ranks alike.
         """
         began_s = time.monotonic()
         self._reservation.wait()
-        self._kept = [kept for kept in self._kept if kept >= held]
+        self._kept = [kept_step for kept_step in self._kept if kept_step >= held]
         is_full = len(self._kept) == BUFFERS
         self.skipped += is_full
         self._tell_changes(step, is_skipped=is_full)
@@ -136,11 +154,12 @@ class InMemoryCheckpointer:
         return time.monotonic() - began_s
 
     def _tell_changes(self, step: int, *, is_skipped: bool) -> None:
-        """When copies begin to fail or to be left out, and when they are well again; not at every step between."""
-        now = (self.trouble, is_skipped)
-        if now != self._last_state:
-            self._last_state = now
-            trouble = redact(now[0], os.environ)  # the text of a library, or of another host
+        """Report when copies begin to fail or to be skipped, and when they recover; not at every step in between."""
+        state = (self.trouble, is_skipped)
+        if state != self._last_state:
+            self._last_state = state
+            # The text may come from a library or from another host
+            trouble = redact(state[0], os.environ)
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free_segment(self, held: int, *, busy: Collection[int]) -> int | None:
@@ -171,9 +190,10 @@ class InMemoryCheckpointer:
         self._busy.pop(step, None)
 
     def close(self) -> None:
-        """End of the generation: what is copied is completed here; a copy on its way to the peer is given up."""
+        """End the generation: local copies are completed; a copy in transit to the peer is given up."""
         self._reservation.wait()
-        self._sealer.close()  # local work, as long as summing up takes; the next generation must find nobody writing
+        # Local work, as long as checksums take; in the next generation no other thread may write to the segments.
+        self._sealer.close()
         if self._replica is not None:
             self._replica.interrupt()
         if self._sender.close(CLOSE_S) and self._replica is not None:
@@ -182,7 +202,7 @@ class InMemoryCheckpointer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaAddress:
-    """Where the peer's replica server listens, and our place among its host's guests."""
+    """Address of the peer's replica server, and this rank's slot among the replicas on that host."""
 
     host: str
     port: int
@@ -190,7 +210,7 @@ class ReplicaAddress:
 
 
 class ReplicaSender:
-    """Sends segments to the peer. `trouble` says why the last attempt failed, and is empty after one that did not."""
+    """Sends segments to the peer. `trouble` is the reason why the last attempt failed, or empty."""
 
     def __init__(self, peer: ReplicaAddress, *, secret: bytes, hello: Mapping[str, Any], bind: str = "") -> None:
         self._peer, self._secret, self._hello, self._bind = peer, secret, dict(hello), bind
@@ -199,22 +219,23 @@ class ReplicaSender:
         self.trouble = ""
 
     def send(self, segment: MemorySegment, needs: NeededReplicas) -> bool:
-        """Until the peer has it, trying again after failures; False when this side is closing or is fenced.
+        """Send until the peer has the segment, with retries; return False if this side is closing or is fenced.
 
-        It gives up no snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
+        It never gives up a snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
         """
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             try:
-                answer = self._try_send(segment, needs)
+                reply = self._try_send(segment, needs)
             except (OSError, TimeoutError) as error:
                 self.hang_up()
                 self.trouble = f"{self._peer.host} does not take a copy: {error}"
             else:
-                self.trouble = "" if answer["op"] == "held" else str(answer.get("why"))
-                if answer["op"] in ("held", "refused"):
-                    return bool(answer["op"] == "held")
+                self.trouble = "" if reply["op"] == "held" else str(reply.get("why"))
+                if reply["op"] in ("held", "refused"):
+                    return bool(reply["op"] == "held")
             self._closing.wait(pause_s)
+            # Exponential back-off between attempts.
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return False
 
@@ -227,9 +248,9 @@ class ReplicaSender:
         channel = self._open()
         message = {"op": "put", "slot": self._peer.slot, "header": asdict(header), "needs": asdict(needs)}
         channel.send(message, text, crc32=header.index_crc32)
-        answer = channel.wait(ANSWER_S)
-        if answer["op"] != "send":
-            return answer
+        reply = channel.wait(ANSWER_S)
+        if reply["op"] != "send":
+            return reply
         for shard in decode_snapshot_index(text, header.rank).shards:
             data = view[shard.offset : shard.offset + shard.size_bytes]
             channel.send({"op": "data", "offset": shard.offset}, data, crc32=int(shard.sha256, 16))
@@ -237,39 +258,42 @@ class ReplicaSender:
 
     def _open(self) -> Channel:
         if self._channel is None:
-            where = (self._peer.host, self._peer.port)
-            self._channel = connect(where, self._secret, self._hello, timeout_s=CONNECT_S, bind=self._bind)
+            address = (self._peer.host, self._peer.port)
+            self._channel = connect(address, self._secret, self._hello, timeout_s=CONNECT_S, bind=self._bind)
         return self._channel
 
     def hang_up(self) -> None:
-        """End the connection; not while another thread sends."""
+        """Close the connection; must not be called while another thread sends."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def interrupt(self) -> None:
-        """Have `send` return soon, wherever it is; for another thread than its own."""
+        """Make `send` return soon; call it from another thread."""
         self._closing.set()
         if (channel := self._channel) is not None:
             interrupt_channel(channel)
 
 
 def interrupt_channel(channel: Channel) -> None:
-    """Wake a thread that waits on a channel, and leave it to that thread to close it: its number is then not reused."""
+    """Wake a thread that waits on a channel.
+
+    That thread closes it, so that its file descriptor is not reused meanwhile.
+    """
     with suppress(OSError, ValueError), socket.socket(fileno=os.dup(channel.fileno())) as twin:
         twin.shutdown(socket.SHUT_RDWR)
 
 
 def replica_peer_of(rank: int, hosts: Mapping[int, str], *, rack_hosts: int = 1) -> ReplicaPeer | None:
-    """The peer of a rank, where `hosts` has the host of every rank; None when all are on one host."""
+    """Return the peer of a rank, given the host of every rank; None if all ranks are on one host."""
     ranks: dict[str, list[int]] = {}
-    for one in sorted(hosts):
-        ranks.setdefault(hosts[one], []).append(one)
+    for host_rank in sorted(hosts):
+        ranks.setdefault(hosts[host_rank], []).append(host_rank)
     return ReplicaRing(ranks, rack_hosts=rack_hosts).takers_of(hosts[rank]).get(rank)
 
 
 class JobThread:
-    """Jobs in the order they were given. A daemon: a process that must go does not wait for it."""
+    """A daemon thread that runs jobs in the order they were given; a process that must exit does not wait for it."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -280,7 +304,7 @@ class JobThread:
         self._thread.start()
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have it done soon; raises what an earlier job failed with."""
+        """Queue a job; raise the error of an earlier job."""
         if self._error is not None:
             raise self._error
         with self._idle:
@@ -288,12 +312,12 @@ class JobThread:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Until nothing is left to do."""
+        """Wait until all queued jobs are done."""
         with self._idle:
             self._idle.wait_for(lambda: not self._open)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """No further jobs; whether those given were done in time."""
+        """Accept no further jobs; return whether the queued ones were done in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -303,7 +327,8 @@ class JobThread:
             try:
                 if self._error is None:
                     job()
-            except BaseException as error:  # told to the thread that gives the next job
+            # Raised in the thread that queues the next job
+            except BaseException as error:
                 self._error = error
             with self._idle:
                 self._open -= 1

@@ -1,7 +1,7 @@
-"""The last save of a run failed: its ranks still hold the step, try again, and then write it wherever it fits.
+"""Handling of a failed last save: all ranks retry while they still hold the step, then write it to another place.
 
-Every rank does the same in the same order, and all agree after each attempt: a checkpoint is there only if each rank
-wrote its part. Beside the training nothing runs any more, so that they may wait for each other.
+Every rank does the same in the same order, and all synchronise after each attempt: a checkpoint exists only if each
+rank wrote its part. Training has ended, so ranks may wait for each other.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from phalanx.train.state.paths import Location
 from phalanx.train.state.rescue import WRITE_S, claim_place, is_local_place, leave_place, rescue_places
 from phalanx.train.state.save import SavedCheckpoint
 
-PAUSES_S = (0.0, 1.0, 2.0)  # before each new attempt at the place it belongs to: disks and stores have bad moments
+# Before each new attempt at the original place: disks and stores fail temporarily
+PAUSES_S = (0.0, 1.0, 2.0)
 
-WriteTo = Callable[[Location, int, float], SavedCheckpoint]  # a place, a number of the attempt, seconds for all ranks
+WriteTo = Callable[
+    [Location, int, float], SavedCheckpoint
+]  # a place, the number of the attempt, seconds allowed for all ranks
 
 
 def agree_on(is_so: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank."""
-    told = torch.tensor([int(is_so)], device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
+    """Return whether `is_so` is true on any rank."""
+    flag = torch.tensor([int(is_so)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def write_last_step(
@@ -42,10 +45,10 @@ def write_last_step(
     device: torch.device,
     write_to: WriteTo,
 ) -> SavedCheckpoint:
-    """Write the step that could not be saved; where it belongs, if that is possible by now.
+    """Write the step that could not be saved, if possible to its original place.
 
-    `first_error` is None on ranks that had written their part. Raises LastSaveFailed where it is saved elsewhere, or
-    nowhere.
+    `first_error` is None on ranks that had written their part. Raises LastSaveFailed if the step is saved elsewhere,
+    or nowhere.
     """
     places = rescue_places(checkpoints, run_folder)
     reasons: dict[Location, str] = {}
@@ -79,16 +82,16 @@ def write_last_step(
 
 
 def _is_shared(place: Location, run_folder: Path, is_ready: bool, device: torch.device) -> bool:
-    """Whether all ranks are ready to write there, into the same folder: /tmp of two hosts is two folders."""
+    """Return whether all ranks can write to the place, and it is the same folder: /tmp of two hosts is two folders."""
     number = 1
     if isinstance(place, Path) and is_local_place(place, run_folder) and is_ready:
-        found = place.stat()
-        name = f"{platform.node()} {found.st_dev} {found.st_ino}"
+        folder_stat = place.stat()
+        name = f"{platform.node()} {folder_stat.st_dev} {folder_stat.st_ino}"
         number = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
-    told = torch.tensor([number, -number, int(not is_ready)], dtype=torch.int64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    largest, least, unready = told.tolist()
-    return largest == -least and not unready
+    numbers = torch.tensor([number, -number, int(not is_ready)], dtype=torch.int64, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    largest, negated_least, unready = numbers.tolist()
+    return largest == -negated_least and not unready
 
 
 def _first_words(error: SystemFailure) -> str:
@@ -108,11 +111,11 @@ def _saved_elsewhere(
 
 
 def _saved_nowhere(step: int, checkpoints: Location, reasons: dict[Location, str]) -> LastSaveFailed:
-    tried = "; ".join(f"{place}: {reason}" for place, reason in reasons.items() if place != checkpoints)
+    attempts_text = "; ".join(f"{place}: {reason}" for place, reason in reasons.items() if place != checkpoints)
     problem = Problem(
         where=str(checkpoints),
         what=reasons.get(checkpoints, f"step {step} is not saved: another rank could not write its part"),
-        why=f"nor could it be written elsewhere: {tried}" if tried else "",
+        why=f"nor could it be written elsewhere: {attempts_text}" if attempts_text else "",
         fix="make room in one of these places, or lift the limit on the size of files (ulimit -f)",
     )
     return LastSaveFailed(problem)

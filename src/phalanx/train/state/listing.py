@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a list: how large, of which layout, and what is wrong with each."""
+"""The list of a run's checkpoints: size, layout, and damage of each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class CheckpointEntry:
 
     path: Location
     step: int
-    size_bytes: int | None = None  # of the files of all ranks; None where the manifest cannot be read
-    world: int | None = None  # ranks that wrote it
+    size_bytes: int | None = None  # of the files of all ranks; None if the manifest cannot be read
+    world: int | None = None  # number of ranks that wrote it
     layout: str = ""
-    tokens: int | None = None  # learnt from so far
+    tokens: int | None = None  # trained on so far
     run_id: str = ""
     code: str = ""  # versions of Phalanx and torch that wrote it
     damage: tuple[str, ...] = ()  # every problem that was found
@@ -37,15 +37,15 @@ class CheckpointEntry:
 def list_checkpoints(
     root: Location | str, *, verify: bool = False, begin: Callable[[Location], None] = lambda place: None
 ) -> list[CheckpointEntry]:
-    """Every commit, newest first. Without `verify` manifests and the sizes of files are compared, with it every byte.
+    """Return every commit, newest first, with the damage found.
 
-    `begin` is called before each is looked at.
+    Without `verify` manifests and the sizes of files are checked, with it every byte. `begin` is called before each.
     """
-    found = []
+    entries = []
     for place in list_commits(root):
         begin(place)
-        found.append(_look_at(place, verify=verify))
-    return found
+        entries.append(_look_at(place, verify=verify))
+    return entries
 
 
 def _look_at(place: Location, *, verify: bool) -> CheckpointEntry:
@@ -81,7 +81,7 @@ def _damage_texts(error: DamagedCheckpoint) -> tuple[str, ...]:
 
 
 def _layout_name(meta: Mapping[str, Any]) -> str:
-    """The name of the layout that wrote it; empty for one that another version knows."""
+    """Return the name of the layout that wrote the checkpoint; empty if this version does not know it."""
     try:
         return Layout(**meta["layout"]).name
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -89,12 +89,12 @@ def _layout_name(meta: Mapping[str, Any]) -> str:
 
 
 def _check_sizes(place: Path, manifest: CheckpointManifest) -> None:
-    """Raises DamagedCheckpoint for the first file that is missing, or has another size than was written."""
+    """Raise DamagedCheckpoint for the first file that is missing or has another size than was written."""
     for rank, files in enumerate(manifest.ranks):
         for name, size in ((data_name(rank), files.data_bytes), (index_name(rank), files.index_bytes)):
             try:
-                found = (place / name).stat().st_size
+                size_bytes = (place / name).stat().st_size
             except OSError as error:
                 raise damaged_checkpoint(place / name, f"cannot be read: {error.strerror or error}") from error
-            if found != size:
-                raise damaged_checkpoint(place / name, f"has {found:,} bytes instead of {size:,}")
+            if size_bytes != size:
+                raise damaged_checkpoint(place / name, f"has {size_bytes:,} bytes instead of {size:,}")

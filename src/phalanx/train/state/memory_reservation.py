@@ -1,7 +1,7 @@
-"""Host memory for copies, taken beside the training: gigabytes take seconds to map and pin, and no step waits for them.
+"""Background allocation of host memory for copies: mapping and pinning gigabytes takes seconds.
 
-Whoever is about to copy waits for the reservation first. What fails here (no memory) is not told: the copy fails in the
-same way, where it can be told.
+A thread that is about to copy must wait for the reservation first. An allocation error is not reported here: the copy
+fails in the same way, and reports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.errors import SystemFailure
 
 
 class MemoryReservation:
-    """One at a time."""
+    """A background allocation; one at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -28,7 +28,7 @@ class MemoryReservation:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is over."""
+        """Wait until the allocation has ended."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -36,6 +36,7 @@ class MemoryReservation:
 
 def _take_memory(take: Callable[[], None], device: torch.device | None) -> None:
     if device is not None:
-        torch.cuda.set_device(device)  # a thread begins with the first GPU, and pinning would open a context there
+        # A new thread uses the first GPU, and pinning would create a CUDA context there
+        torch.cuda.set_device(device)
     with suppress(SystemFailure):
         take()

@@ -1,16 +1,16 @@
-"""Where a checkpoint lies, the names of its files, and what a file is, on a disk or in an object store.
+"""Locations and file names of checkpoints, on a disk or in an object store, and the interfaces of their files.
 
 Names are computed here and never read from a file. Credentials are never part of a location.
 
 step-00000100/                  a commit
     manifest.json               written last
     rank-00000.safetensors      tensors of rank 0
-    rank-00000.json             what is in them, with digests
+    rank-00000.json             their index, with digests
 .tmp-step-00000100-ATTEMPT/     the same while it is written, with rank-00000.done or rank-00000.failed per rank
-.old-step-00000100-ATTEMPT/     a commit on its way out
+.old-step-00000100-ATTEMPT/     a commit about to be deleted
 
-In an object store the files of a rank lie in step-00000100/ATTEMPT/, and the manifest of step-00000100/ says which
-attempt counts.
+In an object store the files of a rank are in step-00000100/ATTEMPT/, and the manifest in step-00000100/ names the
+attempt that counts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OUTGOING = ".old-"
 _COMMIT = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]{0,63}", re.ASCII)
 
-# What fsspec needs to reach each; memory:// is this process's own and dies with it, for tests.
+# The fsspec driver of each scheme; memory:// is private to the process and lost with it, for tests.
 STORE_DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "memory": "fsspec"}
 _SEGMENT = re.compile(r"[A-Za-z0-9_.=+!*'()-]{1,255}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A prefix of an object store: its bucket and the names below it. Joined and shown as a Path is."""
+    """A prefix of an object store: its bucket and the names below it. Joined and printed like a Path."""
 
     protocol: str
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class Url:
 
     @property
     def parent(self) -> Url:
-        """The prefix it lies under."""
+        """The prefix that contains it."""
         return Url(self.protocol, self.names[:-1])
 
     @property
@@ -66,17 +66,17 @@ Location: TypeAlias = Path | Url
 
 
 def parse_location(where: Location | str) -> Location:
-    """The location a text names; raises UserError for one that is none.
+    """Return the location that a text names; raise UserError if it is invalid.
 
     >>> parse_location("s3://bucket/runs/first").name, parse_location("runs/first"), parse_location("file:///srv/runs")
     ('first', PosixPath('runs/first'), PosixPath('/srv/runs'))
     """
     if not isinstance(where, str):
         return where
-    protocol, found, rest = where.partition("://")
-    if not found:
+    protocol, separator, path = where.partition("://")
+    if not separator:
         return Path(where)
-    return Path(rest) if protocol == "file" else _parse_url(protocol, rest)
+    return Path(path) if protocol == "file" else _parse_url(protocol, path)
 
 
 def _parse_url(protocol: str, rest: str) -> Url:
@@ -86,20 +86,22 @@ def _parse_url(protocol: str, rest: str) -> Url:
             "checkpoint.path", f"no object store is known as {protocol[:20]!r}", fix=f"a folder, or {schemes}"
         )
     names = tuple(rest.rstrip("/").split("/"))
-    # Shown without the text: what stands before an @ is a secret.
+    # Printed without the text, because the part before an @ is a secret.
     if "@" in rest:
-        why = "it would be written into the run's files"
+        reason = "it would be written into the run's files"
         fix = "leave it to the environment or the store's own configuration files"
-        raise mistake("checkpoint.path", f"{protocol}://… holds credentials", why=why, fix=fix)
+        raise mistake("checkpoint.path", f"{protocol}://… holds credentials", why=reason, fix=fix)
     for name in names:
         if not _SEGMENT.fullmatch(name) or not name.strip("."):
-            what = f"{protocol}://{rest[:80]}: {name[:40]!r} cannot be a part of it"
-            raise mistake("checkpoint.path", what, fix=f"{protocol}://bucket/prefix of letters, digits and -_.=+!*'()")
+            problem = f"{protocol}://{rest[:80]}: {name[:40]!r} cannot be a part of it"
+            raise mistake(
+                "checkpoint.path", problem, fix=f"{protocol}://bucket/prefix of letters, digits and -_.=+!*'()"
+            )
     return Url(protocol, names)
 
 
 def commit_name(step: int) -> str:
-    """The folder of a committed step.
+    """Return the folder name of a committed step.
 
     >>> commit_name(100)
     'step-00000100'
@@ -108,14 +110,14 @@ def commit_name(step: int) -> str:
 
 
 def draft_name(step: int, attempt: str) -> str:
-    """The folder of a step that is being written; `attempt` keeps a restarted job apart from its dead predecessor."""
+    """Return the folder name of a step being written; `attempt` separates a restarted job from its dead predecessor."""
     if not is_attempt(attempt):
         raise mistake("attempt", f"{attempt!r} cannot be part of a folder name", fix="use letters, digits, '.' and '_'")
     return f"{DRAFT}{commit_name(step)}-{attempt}"
 
 
 def attempt_family(attempt: str) -> str:
-    """What all saves of one start of the job have in common: AsyncSaver numbers them.
+    """Return the common part of the attempts of one start of the job, whose saves AsyncSaver numbers.
 
     >>> attempt_family("64a1.12"), attempt_family("64a1")
     ('64a1', '64a1')
@@ -125,7 +127,7 @@ def attempt_family(attempt: str) -> str:
 
 
 def draft_attempt(name: str) -> str | None:
-    """The attempt of a draft, or None.
+    """Return the attempt in a draft's folder name, or None for another name.
 
     >>> draft_attempt(".tmp-step-00000100-64a1.12")
     '64a1.12'
@@ -135,17 +137,17 @@ def draft_attempt(name: str) -> str | None:
 
 
 def outgoing_name(step: int, attempt: str) -> str:
-    """The name a commit gets before it is deleted, so that half of it is never taken for a whole."""
+    """Return the name a commit gets before it is deleted, so that half of it never counts as complete."""
     return f"{OUTGOING}{commit_name(step)}-{attempt}"
 
 
 def is_attempt(text: object) -> bool:
-    """Whether a text from a file may stand for an attempt: one name, without a way out of its folder."""
+    """Return whether a value from a file is a valid attempt: one name that cannot leave its folder."""
     return isinstance(text, str) and _ATTEMPT.fullmatch(text) is not None
 
 
 def commit_step(name: str) -> int | None:
-    """The step a folder name stands for, or None.
+    """Return the step of a commit's folder name, or None for another name.
 
     >>> commit_step("step-00000100"), commit_step(".tmp-step-00000100-a")
     (100, None)
@@ -157,7 +159,7 @@ def commit_step(name: str) -> int | None:
 
 
 def outgoing_step(name: str) -> int | None:
-    """The step of a commit on its way out, or None.
+    """Return the step in the folder name of a commit about to be deleted, or None for another name.
 
     >>> outgoing_step(".old-step-00000100-a")
     100
@@ -167,28 +169,28 @@ def outgoing_step(name: str) -> int | None:
 
 
 def data_name(rank: int) -> str:
-    """The tensors of a rank."""
+    """Return the name of the file with the tensors of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def index_name(rank: int) -> str:
-    """The index of a rank."""
+    """Return the name of the index file of a rank."""
     return f"rank-{rank:05d}.json"
 
 
 def done_name(rank: int) -> str:
-    """The note of a rank that its files are on the disk."""
+    """Return the name of a rank's note that its files are on the disk."""
     return f"rank-{rank:05d}.done"
 
 
 def failed_name(rank: int) -> str:
-    """The note of a rank that it gave up."""
+    """Return the name of a rank's note that it gave up."""
     return f"rank-{rank:05d}.failed"
 
 
-# Files: whatever fails is an OSError.
+# Files; every failure is an OSError.
 
-# 32 MiB: long enough that the cost of a call vanishes, short enough that hashing and writing overlap.
+# 32 MiB: long enough that the cost of a call is negligible, short enough that hashing and writing overlap.
 CHUNK_BYTES = 2**25
 
 
@@ -198,21 +200,21 @@ class ReadableFile(Protocol):
     size_bytes: int
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset` on."""
+        """Fill `buffer` with the bytes from `offset`."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the file."""
 
 
 class WritableFile(Protocol):
-    """A new file, written from start to end: safe when its `with` block ends, not there when that ends in an error."""
+    """A new file, written from start to end: safe when its `with` block ends, absent if that ends in an error."""
 
     def write(self, data: memoryview) -> None:
         """Append all of `data`."""
 
 
 def read_small_file(file: ReadableFile, *, most_bytes: int) -> bytes:
-    """All of a small file, which is then closed; raises OSError when it is larger than it can honestly be."""
+    """Read and close a small file; raise OSError if it is larger than such a file can be."""
     try:
         if file.size_bytes > most_bytes:
             raise OSError(None, f"it has {file.size_bytes:,} bytes, more than the {most_bytes:,} such a file may have")
@@ -224,5 +226,5 @@ def read_small_file(file: ReadableFile, *, most_bytes: int) -> bytes:
 
 
 def os_error_text(error: OSError) -> str:
-    """The plain words of an operating system's error."""
+    """Return the plain text of an operating system's error."""
     return error.strerror or str(error)

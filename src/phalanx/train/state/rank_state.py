@@ -1,6 +1,6 @@
-"""What belongs to one rank and not to the model: tensors that only its layout has, and its random state.
+"""State of a single rank outside the model: tensors that only its layout has, and its random state.
 
-Such tensors are what gradient compression carries from step to step, say.
+Such tensors are, for example, the errors that gradient compression carries from step to step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANDOM_KEY = "random"
 
 
 def is_private_tensor(name: str) -> bool:
-    """Whether a tensor of a checkpoint is one rank's own.
+    """Return whether a tensor of a checkpoint belongs to one rank only.
 
     >>> is_private_tensor("#rank-00003/exchange/0/parts"), is_private_tensor("norm.weight#exp_avg")
     (True, False)
@@ -28,7 +28,7 @@ def is_private_tensor(name: str) -> bool:
 
 
 def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
-    """The tensors as shards to save, under names that no other rank and no parameter has."""
+    """Return the tensors as shards to save, under names that no other rank and no parameter has."""
     return [
         TensorShard(
             name=_private_prefix(rank) + name,
@@ -44,14 +44,17 @@ def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Tenso
 
 
 def read_private_tensors(source: StateSource, rank: int) -> dict[str, torch.Tensor]:
-    """What a rank saved that way, on the CPU; only for the layout that wrote it. Raises DamagedCheckpoint."""
+    """Read the tensors that a rank saved by `private_shards`, on the CPU; only valid for the layout that wrote them.
+
+    Raises DamagedCheckpoint.
+    """
     prefix = _private_prefix(rank)
-    mine = [shard for shard in source.index(rank).shards if shard.name.startswith(prefix)]
-    if not mine:
+    own_shards = [shard for shard in source.index(rank).shards if shard.name.startswith(prefix)]
+    if not own_shards:
         return {}
     with source.open(rank) as reader:
-        reader.check(mine)
-        return {shard.name.removeprefix(prefix): reader.read(shard, shard.region).clone() for shard in mine}
+        reader.check(own_shards)
+        return {shard.name.removeprefix(prefix): reader.read(shard, shard.region).clone() for shard in own_shards}
 
 
 def _private_prefix(rank: int) -> str:
@@ -59,7 +62,7 @@ def _private_prefix(rank: int) -> str:
 
 
 def capture_random_state(device: torch.device) -> dict[str, JSON]:
-    """torch's generators of the CPU and of this rank's device, for `rank_meta`: 10 kB of hexadecimal digits."""
+    """Return the states of torch's generators (CPU and this rank's device) for `rank_meta`, as 10 kB of hex digits."""
     state: dict[str, JSON] = {"cpu": _tensor_text(torch.get_rng_state())}
     if device.type == "cuda":
         state["cuda"] = _tensor_text(torch.cuda.get_rng_state(device))
@@ -67,18 +70,20 @@ def capture_random_state(device: torch.device) -> dict[str, JSON]:
 
 
 def seed_random_state(seed: int, *, rank: int, world: int) -> None:
-    """Start a run: every rank draws its own numbers (dropout must not fall on the same places everywhere)."""
-    torch.manual_seed(_seed_from(f"seed {seed}, random state of rank {rank} of {world}"))  # of all devices
+    """Seed a new run: every rank draws its own numbers, so that dropout does not hit the same places everywhere."""
+    torch.manual_seed(_seed_from(f"seed {seed}, random state of rank {rank} of {world}"))  # seeds all devices
 
 
 def restore_random_state(source: StateSource, *, rank: int, world: int, device: torch.device) -> None:
-    """Go on with the numbers this rank would have drawn. Raises DamagedCheckpoint.
+    """Continue with the numbers this rank would have drawn; raise DamagedCheckpoint.
 
-    In a world of another size there is no such rank: each then draws from a seed of its own, the same at every try.
+    With another world size no stored state fits: each rank then gets its own seed, the same at every attempt.
     """
     state = source.index(rank).meta.get(RANDOM_KEY) if world == source.world else None
     if not isinstance(state, Mapping):
-        torch.manual_seed(_seed_from(f"random state of rank {rank} of {world} at step {source.step}"))  # of all devices
+        torch.manual_seed(
+            _seed_from(f"random state of rank {rank} of {world} at step {source.step}")
+        )  # seeds all devices
         return
     try:
         torch.set_rng_state(_text_tensor(state["cpu"]))
@@ -98,4 +103,5 @@ def _text_tensor(text: Any) -> torch.Tensor:
 
 def _seed_from(text: str) -> int:
     digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: manual_seed takes no more from Python
+    # 63 bits: the largest seed that manual_seed takes
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,7 +1,7 @@
-"""Reading checkpoints: find the newest that is whole, verify one, read shards out of it.
+"""Reading of checkpoints: find the newest intact one, verify one, read shards from it.
 
-`CheckpointReader` is the one reader of a committed folder, on a disk or in an object store. It and the replicas of
-replica_reader.py are both a `StateSource`, which is all that a restore sees.
+`CheckpointReader` reads a committed folder, on a disk or in an object store. It and the replicas of replica_reader.py
+are both a `StateSource`, the only interface that a restore uses.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from phalanx.train.state.paths import CHUNK_BYTES, Location, Url, os_error_text
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, whole_region
 from phalanx.train.state.storage import CheckpointFolder, open_folder, open_storage
 
-HASH_THREADS = 4  # sha256 runs at 1.1 GB/s a core here, below a fast disk: a few at once
+HASH_THREADS = 4  # sha256 runs at 1.1 GB/s per core, slower than a fast disk
 
 
 class ShardReader(Protocol):
     """The open shards of one rank."""
 
     def check(self, shards: Iterable[StoredShard]) -> None:
-        """Compare the bytes of these shards with what was written; raises DamagedCheckpoint, naming the tensor."""
+        """Compare the bytes of these shards with their digests; raise DamagedCheckpoint with the tensor's name."""
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
-        """The elements of `part`, which lies inside the shard's region, on the CPU; only after `check`."""
+        """Return the elements of `part`, which is inside the shard's region, on the CPU; only after `check`."""
 
 
 class StateSource(Protocol):
@@ -52,33 +52,33 @@ class StateSource(Protocol):
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """The source's name in messages."""
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """Number of steps done."""
 
     @property
     def world(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote it."""
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The `meta` of whoever saved it."""
+        """The `meta` given by the caller of the save."""
 
     def count(self, rank: int) -> int:
-        """How many shards a rank wrote; the index of one without any is asked for only for its meta."""
+        """Return the number of shards a rank wrote; the index of a rank without any is read only for its meta."""
 
     def index(self, rank: int) -> RankIndex:
-        """What a rank wrote; raises DamagedCheckpoint."""
+        """Return the index of a rank; raise DamagedCheckpoint."""
 
     def open(self, rank: int) -> AbstractContextManager[ShardReader]:
-        """The shards of a rank; raises DamagedCheckpoint."""
+        """Open the shards of a rank; raise DamagedCheckpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor as it lies in a checkpoint: its shards, which all agree on dtype and shape."""
+    """One tensor of a checkpoint: its shards, which all agree on dtype and shape."""
 
     name: str
     dtype: str
@@ -86,12 +86,12 @@ class StoredTensor:
     shards: tuple[StoredShard, ...]
 
     def check_whole(self) -> None:
-        """Raises DamagedCheckpoint unless the shards cover every element once."""
+        """Raise DamagedCheckpoint unless the shards cover every element once."""
         check_coverage(self.name, whole_region(self.shape), [(shard, shard.region) for shard in self.shards])
 
 
 class CheckpointReader:
-    """A committed folder; raises DamagedCheckpoint when its manifest is not sound. Indexes are read when asked for."""
+    """A committed folder; raises DamagedCheckpoint if its manifest is damaged. Indexes are read on demand."""
 
     def __init__(self, location: Location) -> None:
         folder = open_folder(location)
@@ -107,12 +107,12 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """The step of the manifest."""
+        """The step in the manifest."""
         return self.manifest.step
 
     @property
     def world(self) -> int:
-        """How many ranks wrote the folder."""
+        """Number of ranks that wrote the folder."""
         return self.manifest.world
 
     @property
@@ -121,40 +121,42 @@ class CheckpointReader:
         return self.manifest.meta
 
     def count(self, rank: int) -> int:
-        """As the manifest counts them."""
+        """Return the number of shards in the manifest."""
         return self.manifest.ranks[rank].tensors
 
     def index(self, rank: int) -> RankIndex:
-        """The index the manifest vouches for; read once."""
+        """Return the index, checked against the manifest; it is read once."""
         if rank not in self._indexes:
             self._indexes[rank] = read_rank_index(self.folder, rank, self.manifest.ranks[rank])
         return self._indexes[rank]
 
     def open(self, rank: int) -> RankFileReader:
-        """The safetensors file of a rank."""
+        """Open the safetensors file of a rank."""
         return RankFileReader(self.folder, self.index(rank))
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor in name order with all its shards, from the indexes of all ranks; raises DamagedCheckpoint."""
+        """Return every tensor in name order with its shards from the indexes of all ranks; raise DamagedCheckpoint."""
         shards: dict[str, list[StoredShard]] = {}
         for rank in range(self.world):
             for shard in self.index(rank).shards:
-                same = shards.setdefault(shard.name, [])
-                same.append(shard)
-                check_same_tensor(self.location, same[0], shard)
+                tensor_shards = shards.setdefault(shard.name, [])
+                tensor_shards.append(shard)
+                check_same_tensor(self.location, tensor_shards[0], shard)
         return {
-            name: StoredTensor(name=name, dtype=same[0].dtype, shape=same[0].shape, shards=tuple(same))
-            for name, same in sorted(shards.items())
+            name: StoredTensor(
+                name=name, dtype=tensor_shards[0].dtype, shape=tensor_shards[0].shape, shards=tuple(tensor_shards)
+            )
+            for name, tensor_shards in sorted(shards.items())
         }
 
 
 def open_source(where: Location | StateSource) -> StateSource:
-    """The source itself, or the reader of a folder; raises DamagedCheckpoint."""
+    """Return the source itself, or the reader of a folder; raise DamagedCheckpoint."""
     return CheckpointReader(where) if isinstance(where, Path | Url) else where
 
 
 class RankFileReader:
-    """The open file of one rank: its bytes against the digests of its index, and regions out of them."""
+    """The open file of one rank; compares its bytes with the digests of its index, and reads regions."""
 
     def __init__(self, folder: CheckpointFolder, index: RankIndex) -> None:
         self._path = folder.location / paths.data_name(index.rank)
@@ -165,35 +167,35 @@ class RankFileReader:
             raise self._unreadable_file(error) from error
 
     def check(self, shards: Iterable[StoredShard]) -> None:
-        """Compare size, header and these shards with their digests; raises DamagedCheckpoint, naming the tensor."""
+        """Compare size, header and these shards with their digests; raise DamagedCheckpoint with the tensor's name."""
         end = sum(shard.size_bytes for shard in self._index.shards) + self._index.header_bytes
         if self._file.size_bytes != end:
-            what = f"has {self._file.size_bytes:,} bytes instead of {end:,}"
-            raise damaged_checkpoint(self._path, what, why="it was cut, or is another rank's file")
+            problem = f"has {self._file.size_bytes:,} bytes instead of {end:,}"
+            raise damaged_checkpoint(self._path, problem, why="it was cut, or is another rank's file")
         self._check_header()
         for shard in shards:
             self._compare_digest(shard, self._range_digest(shard.offset, shard.size_bytes))
 
     def _compare_digest(self, shard: StoredShard, digest: str) -> None:
         if digest != shard.sha256:
-            what = f"holds another {shard.name} than was written: its digest differs"
-            raise damaged_checkpoint(self._path, what, why="training would go on with wrong numbers")
+            problem = f"holds another {shard.name} than was written: its digest differs"
+            raise damaged_checkpoint(self._path, problem, why="training would go on with wrong numbers")
 
     def _check_header(self) -> None:
-        """Other readers believe the header, so it must say what the index says, byte for byte."""
+        """Check that the header, which other programs rely on, agrees with the index byte for byte."""
         index = self._index
         header = safetensors_header(index.shards)
         if index.header_bytes != len(header) or hashlib.sha256(header).hexdigest() != index.header_sha256:
-            what = f"has a header of {index.header_bytes:,} bytes that is not the header of its tensors"
-            raise damaged_checkpoint(self._path, what, why="other programs would read something else")
+            problem = f"has a header of {index.header_bytes:,} bytes that is not the header of its tensors"
+            raise damaged_checkpoint(self._path, problem, why="other programs would read something else")
         if self._range_digest(0, index.header_bytes) != index.header_sha256:
             raise damaged_checkpoint(self._path, "has another header than was written: its digest differs")
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
-        """The elements of `part`, which lies inside the shard's region; raises DamagedCheckpoint.
+        """Return the elements of `part`, which is inside the shard's region; raise DamagedCheckpoint.
 
-        All of the shard is read and compared once more, as it is handed out: a disk, or the memory that caches it, may
-        have given `check` other bytes.
+        The full shard is read and compared once more: a disk, or the memory that caches it, may have given `check`
+        other bytes.
         """
         region, values_of = shard.region, STORED_DTYPES[shard.dtype].torch
         if not region.size:
@@ -205,27 +207,27 @@ class RankFileReader:
         return data.view(values_of).view(rows.size)[part.within(rows)]
 
     def _sound_bytes(self, shard: StoredShard, begin: int, size_bytes: int) -> torch.Tensor:
-        """Some bytes of a shard out of a reading whose digest is right; memory is that of what is wanted."""
-        wanted, digest, end = torch.empty(size_bytes, dtype=torch.uint8), hashlib.sha256(), begin + size_bytes
-        kept, other = wanted.numpy().data, memoryview(bytearray(0))
-        at = 0
-        while at < shard.size_bytes:
-            # From here to where the wanted bytes begin or end, and no more than a chunk.
-            border = begin if at < begin else end if at < end else shard.size_bytes
-            count = min(CHUNK_BYTES, border - at)
-            if begin <= at < end:
-                chunk = kept[at - begin : at - begin + count]
+        """Return some bytes of a shard from a read whose digest is right, with memory for the wanted bytes only."""
+        result, digest, end = torch.empty(size_bytes, dtype=torch.uint8), hashlib.sha256(), begin + size_bytes
+        result_view, scratch = result.numpy().data, memoryview(bytearray(0))
+        position = 0
+        while position < shard.size_bytes:
+            # Up to where the wanted bytes begin or end, and no more than a chunk.
+            boundary = begin if position < begin else end if position < end else shard.size_bytes
+            count = min(CHUNK_BYTES, boundary - position)
+            if begin <= position < end:
+                chunk = result_view[position - begin : position - begin + count]
             else:
-                other = other if len(other) >= count else memoryview(bytearray(count))
-                chunk = other[:count]
+                scratch = scratch if len(scratch) >= count else memoryview(bytearray(count))
+                chunk = scratch[:count]
             try:
-                self._file.read_into(chunk, shard.offset + at)
+                self._file.read_into(chunk, shard.offset + position)
             except OSError as error:
                 raise self._unreadable_file(error) from error
             digest.update(chunk)
-            at += count
+            position += count
         self._compare_digest(shard, digest.hexdigest())
-        return wanted
+        return result
 
     def _range_digest(self, offset: int, size_bytes: int) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
@@ -257,7 +259,7 @@ class RankFileReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CommittedCheckpoint:
-    """A committed step. `warnings` says which newer ones were passed over, and why."""
+    """A committed step. `warnings` describes newer ones that were skipped, with reasons."""
 
     path: Location
     step: int
@@ -268,19 +270,19 @@ class CommittedCheckpoint:
 
 
 def list_commits(root: Location | str) -> list[Location]:
-    """The committed steps, newest first; whether they are whole is another question. Raises SystemFailure."""
+    """Return the committed steps, newest first, without checking that they are intact; raise SystemFailure."""
     try:
         return open_storage(root).commits()
     except OSError as error:
-        what = f"its checkpoints cannot be listed: {os_error_text(error)}"
-        raise SystemFailure(Problem(where=str(root), what=what, why="there may be some to go on from")) from error
+        problem = f"its checkpoints cannot be listed: {os_error_text(error)}"
+        raise SystemFailure(Problem(where=str(root), what=problem, why="there may be some to go on from")) from error
 
 
 def newest_checkpoint(root: Location | str, *, verify: bool = False) -> CommittedCheckpoint | None:
-    """The newest whole checkpoint; None when there is none at all.
+    """Return the newest intact checkpoint; None if there is no checkpoint.
 
-    The manifest is always checked; with `verify` every byte is read. A damaged one is passed over with a warning. When
-    all are damaged, raises DamagedCheckpoint: to start again from step 0 must be somebody's decision.
+    The manifest is always checked; with `verify` every byte is read. A damaged checkpoint is skipped with a warning.
+    If all are damaged, raises DamagedCheckpoint, because starting again from step 0 must be a person's decision.
     """
     problems = []
     for location in list_commits(root):
@@ -297,9 +299,9 @@ def newest_checkpoint(root: Location | str, *, verify: bool = False) -> Committe
 
 
 def sound_checkpoints(root: Location | str, damaged: list[str] | None = None) -> Iterator[CommittedCheckpoint]:
-    """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage.
+    """Yield checkpoints with an intact manifest, newest first, to try in turn when loading finds damage.
 
-    Messages about those that were passed over are appended to `damaged`.
+    Messages about skipped ones are appended to `damaged`.
     """
     for location in list_commits(root):
         try:
@@ -314,19 +316,21 @@ def sound_checkpoints(root: Location | str, damaged: list[str] | None = None) ->
 def own_first(
     found: Sequence[CommittedCheckpoint], run_id: str
 ) -> tuple[list[CommittedCheckpoint], dict[CommittedCheckpoint, str]]:
-    """Checkpoints of this run before those of others, which may have been copied in; what to say of each of those.
+    """Sort checkpoints of this run before those of other runs, and return warnings about the latter.
 
-    Before 0.7 neither runs nor checkpoints knew: one without a name counts as this run's.
+    Other runs' checkpoints may have been copied in. Before 0.7 checkpoints had no run id: those count as this run's.
     """
-    others = [one for one in found if run_id and str(one.meta.get("run") or run_id) != run_id]
-    own = [one for one in found if one not in others]
-    done = "it is used, as this run has none of its own" if not own else "it is passed over"
+    foreign = [checkpoint for checkpoint in found if run_id and str(checkpoint.meta.get("run") or run_id) != run_id]
+    own_checkpoints = [checkpoint for checkpoint in found if checkpoint not in foreign]
+    consequence = "it is used, as this run has none of its own" if not own_checkpoints else "it is passed over"
     fix = "move it away; to start from its weights, export them and set train.weights"
-    said = {}
-    for one in others:
-        what = f"was written by another run ({str(one.meta['run'])[:8]}…, and this is {run_id[:8]}…): {done}"
-        said[one] = Problem(where=str(one.path), what=what, fix=fix).render()
-    return [*own, *others], said
+    warnings = {}
+    for checkpoint in foreign:
+        problem = (
+            f"was written by another run ({str(checkpoint.meta['run'])[:8]}…, and this is {run_id[:8]}…): {consequence}"
+        )
+        warnings[checkpoint] = Problem(where=str(checkpoint.path), what=problem, fix=fix).render()
+    return [*own_checkpoints, *foreign], warnings
 
 
 def _committed_checkpoint(location: Location, found: CheckpointManifest) -> CommittedCheckpoint:
@@ -336,19 +340,21 @@ def _committed_checkpoint(location: Location, found: CheckpointManifest) -> Comm
 
 
 def read_checkpoint_meta(location: Location) -> dict[str, Any]:
-    """What the caller of the save gave as `meta`, with `step` and `world`; raises DamagedCheckpoint."""
+    """Return the `meta` given by the caller of the save, with `step` and `world`; raise DamagedCheckpoint."""
     manifest = read_manifest(open_folder(location))
     return {**manifest.meta, "step": manifest.step, "world": manifest.world}
 
 
 def read_rank_meta(location: Location, rank: int) -> dict[str, Any]:
-    """What a rank that wrote the checkpoint gave as `rank_meta`; raises DamagedCheckpoint."""
+    """Return the `rank_meta` of a rank that wrote the checkpoint; raise DamagedCheckpoint."""
     return dict(CheckpointReader(location).index(rank).meta)
 
 
 def verify_checkpoint(location: Location) -> CheckpointManifest:
-    """Read every byte and return the manifest, when all files are there and unchanged, no others are, and every tensor
-    is whole; else raises DamagedCheckpoint."""
+    """Read every byte of a checkpoint, and return its manifest; raise DamagedCheckpoint with all problems.
+
+    All files must be present and unchanged, without additional ones, and every tensor complete.
+    """
     reader = CheckpointReader(location)
     tensors = reader.tensors()
     _check_file_names(reader)
@@ -362,7 +368,7 @@ def verify_checkpoint(location: Location) -> CheckpointManifest:
         return []
 
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
-        problems = [problem for found in pool.map(check, range(reader.world)) for problem in found]
+        problems = [problem for rank_problems in pool.map(check, range(reader.world)) for problem in rank_problems]
     for tensor in tensors.values():
         try:
             tensor.check_whole()
@@ -375,10 +381,10 @@ def verify_checkpoint(location: Location) -> CheckpointManifest:
 
 def _check_file_names(reader: CheckpointReader) -> None:
     ranks = range(reader.world)
-    wanted = {*map(paths.data_name, ranks), *map(paths.index_name, ranks)}
-    here = reader.folder.names() - {paths.MANIFEST}
-    for name in sorted(wanted - here):
+    expected = {*map(paths.data_name, ranks), *map(paths.index_name, ranks)}
+    present = reader.folder.names() - {paths.MANIFEST}
+    for name in sorted(expected - present):
         raise damaged_checkpoint(reader.folder.location / name, "is missing")
-    for name in sorted(here - wanted):
-        what = "does not belong to this checkpoint"
-        raise damaged_checkpoint(reader.folder.location / name, what, fix="move it away")
+    for name in sorted(present - expected):
+        problem = "does not belong to this checkpoint"
+        raise damaged_checkpoint(reader.folder.location / name, problem, fix="move it away")

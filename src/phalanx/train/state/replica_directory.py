@@ -1,6 +1,6 @@
-"""Where replicas lie, in the store in which the ranks of a membership meet: told by who holds them, asked by who reads.
+"""Directory of in-memory replicas, in the store of a membership: hosts announce what they hold, readers look it up.
 
-Nobody is sent the places of all ranks: a rank of an unchanged layout asks for its own copy and no other.
+The places of all ranks are never sent to a rank: with an unchanged layout it looks up only its own copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.elastic.restore_point import KINDS, ReplicaInfo, ReplicaPlace
 
 
 class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
-    """The places of each rank's snapshot of one step, by rank, the best first; asking waits for all `hosts` to tell."""
+    """The places of each rank's snapshot of one step, best first; a lookup waits until all `hosts` have announced."""
 
     def __init__(self, store: Store, *, generation: int, step: int, world: int, hosts: int) -> None:
         self._store, self._generation, self._step, self._world, self._hosts = store, generation, step, world, hosts
@@ -22,12 +22,17 @@ class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
         self.servers = ReplicaServers(store)
 
     def announce(self, host: str, server: tuple[str, int], held: Iterable[ReplicaInfo]) -> None:
-        """Tell what a host holds of the step, and where a replica server of it listens; one rank of each host does."""
+        """Announce the snapshots of the step that a host holds, and its replica server.
+
+        One rank of each host calls this.
+        """
         self._store.set(f"replica-server/{host}", json.dumps(server))
-        for one in held:
-            if (one.generation, one.step, one.world) == (self._generation, self._step, self._world):
-                place = ReplicaPlace(host=host, slot=one.slot, kind=one.kind, buffer=one.buffer, tensors=one.tensors)
-                self._store.set(f"replica/{one.kind}/{one.rank}", json.dumps(place.to_json()))
+        for info in held:
+            if (info.generation, info.step, info.world) == (self._generation, self._step, self._world):
+                place = ReplicaPlace(
+                    host=host, slot=info.slot, kind=info.kind, buffer=info.buffer, tensors=info.tensors
+                )
+                self._store.set(f"replica/{info.kind}/{info.rank}", json.dumps(place.to_json()))
         if self._store.add("replica-hosts", 1) == self._hosts:
             self._store.set("replicas-told", "")
 
@@ -35,10 +40,10 @@ class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
         if rank not in self._known:
             self._store.wait(["replicas-told"])
             names = [f"replica/{kind}/{rank}" for kind in KINDS]
-            told = [self._store.get(name) for name in names if self._store.check([name])]
-            if not told:
+            entries = [self._store.get(name) for name in names if self._store.check([name])]
+            if not entries:
                 raise KeyError(rank)
-            self._known[rank] = tuple(ReplicaPlace.from_json(json.loads(one)) for one in told)
+            self._known[rank] = tuple(ReplicaPlace.from_json(json.loads(entry)) for entry in entries)
         return self._known[rank]
 
     def __iter__(self) -> Iterator[int]:
@@ -49,7 +54,7 @@ class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
 
 
 class ReplicaServers(Mapping[str, tuple[str, int]]):
-    """Where a replica server of each host listens; asked host by host, never listed."""
+    """Addresses of the hosts' replica servers, looked up host by host and never listed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

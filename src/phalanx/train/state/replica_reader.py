@@ -1,6 +1,6 @@
-"""Restoring from memory: the snapshots of all ranks, this host's read where they lie, others' over the network.
+"""Restoring from memory: snapshots on this host are read in place, those on other hosts over the network.
 
-Of each snapshot there may be two copies; one that is gone or damaged is passed over for the other.
+There may be two copies of each snapshot; if one is gone or damaged, the other is used.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 class UnusableReplica(Exception):
-    """This copy is gone or not what was written; another may be sound."""
+    """This copy is gone or damaged; another one may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotId:
-    """Whose snapshot of which step it must be."""
+    """The generation, step and rank that a snapshot must have."""
 
     generation: int
     step: int
     rank: int
 
     def refuse_other(self, header: SegmentHeader | None) -> SegmentHeader:
-        """The header, if it is the right one."""
+        """Return the header if it matches; raise UnusableReplica if not."""
         if header is None or (header.generation, header.step, header.rank) != (self.generation, self.step, self.rank):
             raise UnusableReplica("it is no longer there")
         return header
@@ -47,27 +47,27 @@ class SnapshotCopy(Protocol):
     """One copy of a snapshot."""
 
     def index(self) -> bytes:
-        """The text of its index; raises UnusableReplica."""
+        """Return the text of the snapshot's index; raise UnusableReplica."""
 
     def tensor(self, shard: StoredShard) -> torch.Tensor:
-        """A whole shard, after comparing it with its checksum; raises UnusableReplica."""
+        """Return a full shard whose checksum matches; raise UnusableReplica."""
 
 
 class LocalReplica:
-    """A segment of this host: tensors are views of it, not copies."""
+    """A segment of this host, whose tensors are views of it, not copies."""
 
     def __init__(self, segment: MemorySegment, wanted: SnapshotId) -> None:
         self._segment, self._wanted = segment, wanted
 
     def index(self) -> bytes:
-        """The text of its index; raises UnusableReplica."""
+        """Return the text of the snapshot's index; raise UnusableReplica."""
         header = self._wanted.refuse_other(self._segment.header())
         text = self._segment.view()[header.index_at : header.end]
         check_crc32("its index", crc32_text(text), f"{header.index_crc32:08x}")
         return bytes(text)
 
     def tensor(self, shard: StoredShard) -> torch.Tensor:
-        """A shard as it lies in memory; raises UnusableReplica."""
+        """Return a shard as a view of the segment; raise UnusableReplica."""
         self._wanted.refuse_other(self._segment.header())
         view = self._segment.view()
         check_crc32(shard.name, crc32_text(view[shard.offset : shard.offset + shard.size_bytes]), shard.sha256)
@@ -75,13 +75,13 @@ class LocalReplica:
 
 
 class RemoteReplica:
-    """A segment of another host, through its replica server."""
+    """A segment of another host, read through its replica server."""
 
     def __init__(self, channel: Channel, place: ReplicaPlace, wanted: SnapshotId) -> None:
         self._channel, self._place, self._wanted = channel, place, wanted
 
     def index(self) -> bytes:
-        """The text of its index; raises UnusableReplica."""
+        """Return the text of the snapshot's index; raise UnusableReplica."""
         message = self._ask_peer({"op": "index"})
         text = bytearray(message["data_bytes"])
         crc32 = self._read(text)
@@ -89,7 +89,7 @@ class RemoteReplica:
         return bytes(text)
 
     def tensor(self, shard: StoredShard) -> torch.Tensor:
-        """A shard in fresh memory; raises UnusableReplica."""
+        """Return a shard in new memory; raise UnusableReplica."""
         data = torch.empty(shard.size_bytes, dtype=torch.uint8)
         message = self._ask_peer({"op": "read", "begin": shard.offset, "bytes": shard.size_bytes})
         if message.get("data_bytes") != shard.size_bytes:
@@ -119,23 +119,23 @@ class RemoteReplica:
 
 
 def check_crc32(what: str, found: str, written: str) -> None:
-    """Raises UnusableReplica where a checksum differs."""
+    """Raise UnusableReplica if a checksum differs."""
     if found != written:
         raise UnusableReplica(f"{what} is not what was written: its checksum is {found} instead of {written}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReplicaAccess:
-    """How to read replicas: this host's directly, another's through a server of its at (address, port)."""
+    """Access to replicas: this host's directly, other hosts' through their servers at (address, port)."""
 
     replica_store: ReplicaStore
     local_host: str
     servers: Mapping[str, tuple[str, int]]
     secret: bytes
-    bind: str = ""  # our own address to speak from; "" is any
+    bind: str = ""  # local address to connect from; "" is any
 
     def connect(self, host: str) -> Channel:
-        """A connection to a replica server of another host; raises UnusableReplica."""
+        """Connect to the replica server of another host; raise UnusableReplica."""
         if host not in self.servers:
             raise UnusableReplica("that host has left")
         hello = {"role": "replica", "host": self.local_host}
@@ -148,9 +148,9 @@ class _ReplicaAccess:
 class ReplicaSource:
     """A step that the replica stores hold in full; a StateSource.
 
-    `peers` tells where a replica server of each other host listens, `writers` which ranks wrote any tensor, where that
-    is known without looking at each. Where there are two copies of a rank's snapshot and one is damaged or its host
-    gone, the other is taken. Places and peers are looked up when they are needed: of many ranks few are read.
+    `peers` are the addresses of the other hosts' replica servers, `writers` the ranks that wrote any tensor, if that
+    is known without reading each index. If one of two copies of a snapshot is damaged or its host gone, the other is
+    used. Places and peers are looked up on demand: of many ranks few are read.
     """
 
     def __init__(
@@ -173,57 +173,60 @@ class ReplicaSource:
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """The source's name in messages."""
         return f"memory of step {self._choice.step} (generation {self._choice.generation})"
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """Number of steps done."""
         return self._choice.step
 
     @property
     def world(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote it."""
         return self._choice.world
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """The `meta` of the save; raises DamagedCheckpoint."""
-        # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
-        wanted = (self._choice.generation, self._choice.step)
-        near = (one.rank for one in self._access.replica_store.held() if (one.generation, one.step) == wanted)
-        return self._rank_contents(next(near, 0)).meta
+        # Any rank has it; a thousand ranks that all read from the host of rank 0 would overload it.
+        identity = (self._choice.generation, self._choice.step)
+        local_ranks = (
+            info.rank for info in self._access.replica_store.held() if (info.generation, info.step) == identity
+        )
+        return self._rank_contents(next(local_ranks, 0)).meta
 
     def count(self, rank: int) -> int:
-        """How many shards a rank wrote; 1 where only that it did is known."""
+        """Return the number of shards a rank wrote; 1 if only that it wrote some is known."""
         if self._writers is not None:
             return int(rank in self._writers)
         return self._choice.places[rank][0].tensors
 
     def index(self, rank: int) -> RankIndex:
-        """What a rank wrote; raises DamagedCheckpoint."""
-        found = self._rank_contents(rank)
-        return RankIndex(rank=rank, header_bytes=0, header_sha256="", shards=found.shards, meta=found.rank_meta)
+        """Return the index of a rank; raise DamagedCheckpoint."""
+        snapshot = self._rank_contents(rank)
+        return RankIndex(rank=rank, header_bytes=0, header_sha256="", shards=snapshot.shards, meta=snapshot.rank_meta)
 
     def _rank_contents(self, rank: int) -> SnapshotIndex:
         with self.open(rank) as snapshot:
             return snapshot.contents()
 
     def open(self, rank: int) -> SnapshotReader:
-        """The tensors of a rank; what is wrong with them is found when they are checked."""
+        """Return the reader of a rank's snapshot; damage is found when shards are checked."""
         with self._lock:
             if rank not in self._snapshots:
-                wanted = SnapshotId(generation=self._choice.generation, step=self._choice.step, rank=rank)
-                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._access)
+                snapshot_id = SnapshotId(generation=self._choice.generation, step=self._choice.step, rank=rank)
+                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], snapshot_id, self._access)
             return self._snapshots[rank]
 
 
 class SnapshotReader:
-    """The snapshot of one rank, in all its copies. It remembers what it has read, so that nothing is sent twice."""
+    """The snapshot of one rank, in all its copies; it caches what it has read, so that nothing is sent twice."""
 
     def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: SnapshotId, access: _ReplicaAccess) -> None:
         self._where, self._wanted, self._access = where, wanted, access
-        self._places = sorted(places, key=lambda place: place.host != access.local_host)  # ours first
+        # Copies on this host first
+        self._places = sorted(places, key=lambda place: place.host != access.local_host)
         self._read: dict[str, torch.Tensor] = {}
         self._index: SnapshotIndex | None = None
         self._channels: dict[str, Channel] = {}
@@ -231,11 +234,11 @@ class SnapshotReader:
 
     @property
     def is_near(self) -> bool:
-        """Whether this host has a copy."""
+        """True if this host has a copy."""
         return self._places[0].host == self._access.local_host
 
     def contents(self) -> SnapshotIndex:
-        """The index, from the first copy of which that is sound; raises DamagedCheckpoint."""
+        """Return the index from the first intact copy; raise DamagedCheckpoint."""
         with self._lock:
             if self._index is None:
                 self._index = decode_snapshot_index(
@@ -244,12 +247,12 @@ class SnapshotReader:
             return self._index
 
     def check(self, shards: Iterable[StoredShard]) -> None:
-        """Compare these shards with their checksums; raises DamagedCheckpoint when every copy of one is wrong."""
+        """Compare these shards with their checksums; raise DamagedCheckpoint if every copy of one is damaged."""
         for shard in shards:
             self._whole_shard(shard)
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
-        """The elements of `part`, which lies inside the shard's region."""
+        """Return the elements of `part`, which is inside the shard's region."""
         return self._whole_shard(shard)[part.within(shard.region)]
 
     def _whole_shard(self, shard: StoredShard) -> torch.Tensor:
@@ -259,7 +262,10 @@ class SnapshotReader:
             return self._read[shard.name]
 
     def _first_copy(self, what: str, read: Callable[[SnapshotCopy], T]) -> T:
-        """What the first sound copy gives."""
+        """Apply `read` to the copies in turn, and return the result of the first intact one.
+
+        Raises DamagedCheckpoint.
+        """
         reasons = []
         for place in self._places:
             try:

@@ -1,4 +1,4 @@
-"""The replica server: a thread in each rank's process that takes copies for other hosts and reads out this host's."""
+"""The replica server: a thread in each rank's process that stores copies for other hosts and serves this host's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from phalanx.errors import SystemFailure
 from phalanx.train.state.in_memory import interrupt_channel
 from phalanx.train.state.snapshot import decode_snapshot_index
 
-LOOK_S = 1.0  # how soon it sees that it is to end, if nothing wakes it
-IDLE_S = 3600.0  # a connection may be silent: the peer may be in a long step
+LOOK_S = 1.0  # seconds after which it notices that it must end, if nothing wakes it
+# A connection may be silent, because the peer may be in a long step
+IDLE_S = 3600.0
 DATA_S = 30.0  # but not in the middle of a copy
 MOST_INDEX_BYTES = 2**28
-MOST_BYTES = 2**40  # of one snapshot; more is a mistake and not a state
+MOST_BYTES = 2**40  # of one snapshot; a larger number must be an error
 
 Message = dict[str, Any]
 
 
 class ReplicaServer:
-    """Lives as long as its process, across generations; `admit` tells it of each new one."""
+    """Server of replicas that lives as long as its process, across generations; `admit` announces each new one."""
 
     def __init__(self, replica_store: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
         self._replica_store = replica_store
@@ -48,11 +49,11 @@ class ReplicaServer:
         self._thread.start()
 
     def admit(self, generation: int) -> None:
-        """From now on copies of earlier generations are refused."""
+        """Refuse copies of earlier generations from now on."""
         self._generation = max(self._generation, generation)
 
     def close(self) -> None:
-        """Take no more connections, end the open ones."""
+        """Accept no more connections, and end the open ones."""
         self._closing.set()
         for channel in tuple(self._channels):
             interrupt_channel(channel)
@@ -80,13 +81,14 @@ class ReplicaServer:
                 message = channel.wait(IDLE_S)
                 operations[message["op"]](channel, message)
         except (OSError, TimeoutError, ValueError, TypeError, KeyError):
-            pass  # a peer that went away or does not speak our language: it hears of it by the end of the connection
+            # A peer that left or uses another protocol; it notices the end of the connection
+            pass
         finally:
             self._channels.discard(channel)
             channel.close()
 
     def _answer_list(self, channel: Channel, message: Message) -> None:
-        channel.send({"op": "held", "held": [one.to_json() for one in self._replica_store.held()]})
+        channel.send({"op": "held", "held": [info.to_json() for info in self._replica_store.held()]})
 
     def _answer_index(self, channel: Channel, message: Message) -> None:
         segment, header = self._find_segment(message)
@@ -105,7 +107,7 @@ class ReplicaServer:
             channel.send({"op": "data"}, segment.view()[begin:end])
 
     def _find_segment(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
-        """The segment asked for, with its header when it still holds the snapshot that is meant."""
+        """Return the requested segment, with its header if it still holds the requested snapshot."""
         segment = self._replica_store.segment(kind_of(message), int(message["slot"]), int(message["buffer"]))
         header = segment.header()
         if header is None or any(message[key] != getattr(header, key) for key in ("generation", "step", "rank")):
@@ -117,10 +119,19 @@ class ReplicaServer:
         text = bytearray(_bounded_size(message["data_bytes"], MOST_INDEX_BYTES))
         channel.read_into(text)
         segments = self._replica_store.buffers("guest", int(message["slot"]))
-        newest = max([self._generation, *(found.generation for one in segments if (found := one.header()) is not None)])
+        newest = max(
+            [
+                self._generation,
+                *(
+                    segment_header.generation
+                    for segment in segments
+                    if (segment_header := segment.header()) is not None
+                ),
+            ]
+        )
         if needs.generation < newest:
-            why = f"a replica of generation {needs.generation} came after generation {newest} had begun"
-            channel.send({"op": "refused", "why": why})
+            reason = f"a replica of generation {needs.generation} came after generation {newest} had begun"
+            channel.send({"op": "refused", "why": reason})
             return
         with _claim_segment(segments, needs) as segment:
             if segment is None:
@@ -143,11 +154,11 @@ def _bounded_size(size_bytes: int, most_bytes: int) -> int:
 
 @contextmanager
 def _claim_segment(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
-    """A buffer nobody needs and nobody writes to, for the length of the block; None when there is none."""
+    """Claim a buffer that is neither needed nor being written, during the block; yield None if there is none."""
     busy: set[int] = set()
     while (place := next_free_buffer(segments, needs, busy=busy)) is not None:
-        with segments[place].claimed() as mine:
-            if mine:
+        with segments[place].claimed() as is_claimed:
+            if is_claimed:
                 yield segments[place]
                 return
         busy.add(place)
@@ -155,7 +166,7 @@ def _claim_segment(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -
 
 
 def _receive_copy(channel: Channel, segment: MemorySegment, header: SegmentHeader, text: bytes, sequence: int) -> None:
-    """Take the bytes of every tensor, checked on the way, and only then let the copy count."""
+    """Receive the bytes of every tensor, check them, and only then make the copy count."""
     segment.wipe()
     try:
         view = segment.reserve(_bounded_size(header.end, MOST_BYTES))

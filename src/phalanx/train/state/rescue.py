@@ -1,7 +1,7 @@
-"""A run ends and memory holds a newer step than the disk: write that step to disk, before the memory is given back.
+"""Rescue of a run's state at its end: write the newest step in memory to disk if it is newer than the disk's.
 
-Hosts do this without the coordinator, which has ended, through the run folder. Each says what it holds; the first of
-them finds the newest step that memory holds in full and tells each host which ranks of it to write; the host that
+Hosts do this through the run folder, without the coordinator, which has ended. Each writes a list of what it holds;
+the first host finds the newest step that memory holds in full and assigns each host the ranks to write; the host that
 writes rank 0 waits for the others and commits.
 """
 
@@ -28,14 +28,15 @@ from phalanx.train.state.replica_reader import LocalReplica, SnapshotId, Unusabl
 from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 from phalanx.train.state.snapshot import decode_snapshot_index
 
-OTHERS_S = 5.0  # for the other hosts to say what they hold: they hear of the end at the same time
+# For the other hosts to list what they hold: all receive the end at the same time
+OTHERS_S = 5.0
 WRITE_S = 120.0  # for the slowest host to write its ranks
 LOOK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RescueOrder:
-    """What a host must know to write down what memory holds."""
+    """The information a host needs to write down what memory holds."""
 
     generation: int
     hosts: tuple[str, ...]
@@ -44,7 +45,7 @@ class RescueOrder:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RescueOrder:
-        """From the coordinator's last message."""
+        """Decode the coordinator's last message."""
         at_most = message.get("at_most")
         return cls(
             generation=int(message["generation"]),
@@ -64,19 +65,19 @@ def rescue_state(
     keep: int,
     newer_than: int = 0,
 ) -> SavedCheckpoint | None:
-    """Write this host's ranks of the newest step in memory; what was committed, on the host that has rank 0.
+    """Write this host's ranks of the newest step in memory; return what was committed, on the host that has rank 0.
 
-    `places` are tried in turn, the checkpoint folder first; `newer_than` is the newest step on disk. None where memory
-    has nothing newer than that, and on hosts that only helped. Raises SystemFailure where there was something, and it
-    could not be written anywhere.
+    `places` are tried in turn, the checkpoint folder first; `newer_than` is the newest step on disk. Returns None if
+    memory has no newer step, and on hosts without rank 0. Raises SystemFailure if there was a newer step that could
+    not be written to any place.
     """
     copies = _copies_to_write(run_folder / "rescue", order, host, replica_store, newer_than)
     if not copies:
         return None
     reasons: list[Problem] = []
     is_alone = len(order.hosts) == 1
-    # Several hosts can only meet in folders that they share.
-    usable = [one for one in places if is_alone or not is_local_place(one, run_folder)]
+    # Several hosts need folders that they share.
+    usable = [place for place in places if is_alone or not is_local_place(place, run_folder)]
     for number, place in enumerate(usable):
         saved = None
         try:
@@ -85,8 +86,8 @@ def rescue_state(
         except PhalanxError as error:
             reasons += error.problems
         except (UnusableReplica, OSError) as error:
-            what = f"step {copies[0].wanted.step} is not saved: {error}"
-            reasons.append(Problem(where=str(place), what=what))
+            problem = f"step {copies[0].wanted.step} is not saved: {error}"
+            reasons.append(Problem(where=str(place), what=problem))
         if not is_alone and number + 1 < len(usable):
             verdict = run_folder / "rescue" / f"verdict-{order.generation}-{number}.json"
             if not _is_committed(verdict, copies, saved):
@@ -98,9 +99,9 @@ def rescue_state(
 
 
 def _is_committed(verdict: Path, copies: Sequence[_RankCopy], saved: Sequence[SavedCheckpoint] | None) -> bool:
-    """Whether the host of rank 0, which commits, had every rank's part: else all hosts go on to the next place.
+    """Return whether the host of rank 0, which commits, had every rank's part; if not, all hosts try the next place.
 
-    A host that hears nothing keeps to what it knows of its own part.
+    A host that receives no verdict decides by its own part.
     """
     if copies[-1].wanted.rank == 0:
         replace_text(verdict, json.dumps(saved is not None))
@@ -110,7 +111,7 @@ def _is_committed(verdict: Path, copies: Sequence[_RankCopy], saved: Sequence[Sa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankCopy:
-    """A snapshot of a rank that this host is to write, and where in its memory it lies."""
+    """A snapshot of a rank that this host must write, and its location in memory."""
 
     wanted: SnapshotId
     world: int
@@ -122,48 +123,48 @@ class _RankCopy:
 def _copies_to_write(
     folder: Path, order: RescueOrder, host: str, replica_store: ReplicaStore, newer_than: int
 ) -> list[_RankCopy]:
-    """What this host is to write, rank 0 last: whoever has it waits for all others."""
+    """Return the copies this host must write, rank 0 last because its writer waits for all others."""
     if len(order.hosts) == 1:
         return _copies_by_host({host: replica_store.held()}, order, newer_than)[host]
     folder.mkdir(exist_ok=True)
     places = {name: index for index, name in enumerate(order.hosts)}
     replace_text(
-        _rescue_file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()])
+        _rescue_file(folder, order, "held", places[host]), json.dumps([item.to_json() for item in replica_store.held()])
     )
     if host == order.hosts[0]:
         files = {name: _rescue_file(folder, order, "held", place) for name, place in places.items()}
         _wait_for(list(files.values()), OTHERS_S)
-        held = {
+        infos_by_host = {
             name: [ReplicaInfo.from_json(row) for row in load_json(path)]
             for name, path in files.items()
             if path.exists()
         }
-        for name, copies in _copies_by_host(held, order, newer_than).items():
+        for name, copies in _copies_by_host(infos_by_host, order, newer_than).items():
             replace_text(
-                _rescue_file(folder, order, "write", places[name]), json.dumps([asdict(one) for one in copies])
+                _rescue_file(folder, order, "write", places[name]), json.dumps([asdict(item) for item in copies])
             )
-    mine = _rescue_file(folder, order, "write", places[host])
-    if not _wait_for([mine], 2 * OTHERS_S):
+    own_file = _rescue_file(folder, order, "write", places[host])
+    if not _wait_for([own_file], 2 * OTHERS_S):
         return []
-    return [_decode_copy(row) for row in load_json(mine)]
+    return [_decode_copy(row) for row in load_json(own_file)]
 
 
 def _copies_by_host(
     held: Mapping[str, Sequence[ReplicaInfo]], order: RescueOrder, newer_than: int
 ) -> dict[str, list[_RankCopy]]:
-    """The newest step that these hosts hold in full, dealt to those that have the copies."""
-    found: dict[str, list[_RankCopy]] = {name: [] for name in order.hosts}
+    """Find the newest step that these hosts hold in full, and assign its ranks to hosts that have the copies."""
+    copies: dict[str, list[_RankCopy]] = {name: [] for name in order.hosts}
     points = find_restore_points(held, lineage=order.lineage, at_most=order.at_most)
-    point = max(points, key=lambda one: (one.step, one.generation), default=None)
+    point = max(points, key=lambda restore_point: (restore_point.step, restore_point.generation), default=None)
     if point is None or point.step <= newer_than:
-        return found
+        return copies
     for rank in sorted(point.places, reverse=True):
         place = point.places[rank][0]
-        wanted = SnapshotId(generation=point.generation, step=point.step, rank=rank)
-        found[place.host].append(
-            _RankCopy(wanted=wanted, world=point.world, kind=place.kind, slot=place.slot, buffer=place.buffer)
+        snapshot_id = SnapshotId(generation=point.generation, step=point.step, rank=rank)
+        copies[place.host].append(
+            _RankCopy(wanted=snapshot_id, world=point.world, kind=place.kind, slot=place.slot, buffer=place.buffer)
         )
-    return found
+    return copies
 
 
 def _decode_copy(row: Mapping[str, Any]) -> _RankCopy:
@@ -180,9 +181,9 @@ def _rescue_file(folder: Path, order: RescueOrder, what: str, place: int) -> Pat
 
 
 def _wait_for(paths: Sequence[Path], seconds: float) -> bool:
-    until_s = time.monotonic() + seconds
+    deadline_s = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             return False
         time.sleep(LOOK_S)
     return True
@@ -191,20 +192,20 @@ def _wait_for(paths: Sequence[Path], seconds: float) -> bool:
 def _write_rank(
     place: Location, copy: _RankCopy, replica_store: ReplicaStore, *, keep: int, generation: int
 ) -> SavedCheckpoint:
-    """One rank of the step, every tensor compared with its checksum."""
+    """Write one rank of the step, with every tensor's checksum verified."""
     replica = LocalReplica(replica_store.segment(copy.kind, copy.slot, copy.buffer), copy.wanted)
     index = decode_snapshot_index(replica.index(), copy.wanted.rank)
     shards = [
         TensorShard(
-            name=one.name,
-            tensor=replica.tensor(one),
-            shape=one.shape,
-            start=one.region.start,
+            name=stored.name,
+            tensor=replica.tensor(stored),
+            shape=stored.shape,
+            start=stored.region.start,
             replicas=1,
             owner=True,
             groups={},
         )
-        for one in index.shards
+        for stored in index.shards
     ]
     return save_checkpoint(
         place,
@@ -222,39 +223,42 @@ def _write_rank(
 
 
 def rescue_places(checkpoints: Location, run_folder: Path) -> list[Location]:
-    """Where to try: the run's checkpoint folder, the run folder, then beside temporary files and in the home folder.
+    """Return the places to try, first those that all hosts share.
 
-    All hosts of a run share the first two; the others each host has for itself.
+    They are the checkpoint folder, the run folder, and for each host alone a folder for temporary files and the home
+    folder.
     """
-    name, inside = _local_name(run_folder), run_folder / "checkpoints"
-    others = [one / name for one in (Path(tempfile.gettempdir()), Path.home()) if os.access(one, os.W_OK)]
-    return [checkpoints, *([inside] if checkpoints != inside else []), *others]
+    name, run_checkpoints = _local_name(run_folder), run_folder / "checkpoints"
+    local_places = [
+        parent / name for parent in (Path(tempfile.gettempdir()), Path.home()) if os.access(parent, os.W_OK)
+    ]
+    return [checkpoints, *([run_checkpoints] if checkpoints != run_checkpoints else []), *local_places]
 
 
 def is_local_place(place: Location, run_folder: Path) -> bool:
-    """Whether only the processes of one host can meet there."""
+    """Return whether only the processes of one host can use the place."""
     return isinstance(place, Path) and place.name == _local_name(run_folder)
 
 
 def claim_place(place: Location, run_folder: Path) -> None:
-    """Make a folder that anybody could have made before us: ours alone, or SystemFailure."""
+    """Create a local folder, and make it private; raise SystemFailure if another user owns it."""
     if not isinstance(place, Path) or not is_local_place(place, run_folder):
         return
     try:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
-        found = place.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+        folder_stat = place.lstat()
+        if stat.S_ISDIR(folder_stat.st_mode) and folder_stat.st_uid == os.geteuid():
             place.chmod(0o700)
             return
-        what = "it belongs to somebody else, or is no folder"
+        problem = "it belongs to somebody else, or is no folder"
     except OSError as error:
-        what = os_error_text(error)
-    raise SystemFailure(Problem(where=str(place), what=what))
+        problem = os_error_text(error)
+    raise SystemFailure(Problem(where=str(place), what=problem))
 
 
 def leave_place(place: Location, run_folder: Path) -> None:
-    """Nothing could be written there: take the empty folder away."""
+    """Delete the empty folder of a place that could not be written to."""
     if isinstance(place, Path) and is_local_place(place, run_folder):
         with suppress(OSError):
             place.rmdir()

@@ -1,9 +1,9 @@
 """Restore: fill this rank's shards from a checkpoint or from replicas, whatever layout and world size wrote it.
 
-First the route: which part of which stored shard fills which of ours. Indexes are read from the rank on that most
-likely holds our shards, and no further than needed: a rank that starts again in its old layout reads its own and its
-owners', in another layout a few more, at worst all of them. Then every byte on the route is checked against its
-digest, and only then is anything changed.
+First it finds the route: which part of which stored shard fills which target shard. Indexes are read starting with
+the rank that most likely holds the targets, and no further than needed: a rank that restarts in its old layout reads
+its own and its owners', in another layout a few more, at worst all of them. Then every byte on the route is checked
+against its digest, and only then are the targets changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_GUESSES = 16  # 4,096 writers have 13 divisors; those of few stages come fi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCopy:
-    """`part` of a stored shard goes into a shard of ours."""
+    """Copy of `part` of a stored shard into a target shard of this rank."""
 
     stored: StoredShard
     part: Region
@@ -44,7 +44,7 @@ class RestoreRoute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRestore:
-    """A source of which all bytes this rank needs were read and are sound; nothing has been changed yet."""
+    """A restore whose source bytes have all been read and are intact; nothing has been changed yet."""
 
     route: RestoreRoute
 
@@ -61,7 +61,10 @@ class PreparedRestore:
 def load_shards(
     where: Location | StateSource, shards: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill every shard from a commit or another source; `prepare_restore` says what is refused, and changes nothing."""
+    """Fill every shard from a commit or another source.
+
+    Raises what `prepare_restore` raises, and then changes nothing.
+    """
     prepare_restore(where, shards, cast=cast, rank=rank, world=world).fill()
 
 
@@ -70,13 +73,13 @@ def prepare_restore(
 ) -> PreparedRestore:
     """Find and verify everything `shards` need, from the ranks that wrote a part of them and no others.
 
-    `rank` and `world` are this process's, and only tell where to look first. Raises UserError when the checkpoint is of
-    another model (a tensor it lacks, another shape, another dtype unless `cast`), DamagedCheckpoint when it is not what
-    was written or has a hole. On many ranks: prepare on each, agree that all are ready, then fill; or else all of them
-    try the checkpoint before it.
+    `rank` and `world` are this process's, and only determine where to look first. Raises UserError if the checkpoint
+    belongs to another model (a missing tensor, another shape, another dtype unless `cast`), DamagedCheckpoint if it
+    is damaged or has a hole. On many ranks: prepare on each, synchronise that all are ready, then fill; otherwise all
+    of them try the checkpoint before it.
     """
-    wanted = [shard for shard in shards if shard.tensor.numel()]
-    route = find_restore_route(where, wanted, cast=cast, rank=rank, world=world)
+    targets = [shard for shard in shards if shard.tensor.numel()]
+    route = find_restore_route(where, targets, cast=cast, rank=rank, world=world)
 
     def check(writer: int) -> None:
         needed = {copy.stored.name: copy.stored for copy in route.copies[writer]}
@@ -85,19 +88,19 @@ def prepare_restore(
 
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
         for _ in pool.map(check, route.copies):
-            pass  # raises what a check raised
+            pass  # raises the error of a check
     return PreparedRestore(route=route)
 
 
 @dataclass(kw_only=True, slots=True)
 class _WantedShard:
-    """A shard of ours, and what was found of it so far."""
+    """A target shard of this rank, and the parts found for it so far."""
 
     target: TensorShard
     region: Region
     missing: int
     parts: list[tuple[StoredShard, Region]] = field(default_factory=list)
-    first: StoredShard | None = None  # any stored shard of the tensor, overlapping ours or not
+    first: StoredShard | None = None  # any stored shard of the tensor, overlapping the target or not
 
     def offer(self, where: str, stored: StoredShard) -> None:
         self.first = self.first or stored
@@ -111,42 +114,44 @@ class _WantedShard:
 def find_restore_route(
     where: Location | StateSource, shards: Sequence[TensorShard], *, cast: bool, rank: int, world: int
 ) -> RestoreRoute:
-    """How to fill `shards` of a rank of a world size, which need not be that of the checkpoint.
+    """Find the route to fill `shards` of a rank, whose world size may differ from the checkpoint's.
 
-    Raises UserError when the checkpoint is of another model, DamagedCheckpoint when an index is damaged, or a part is
-    nowhere.
+    Raises UserError if the checkpoint belongs to another model, DamagedCheckpoint if an index is damaged or a part is
+    missing.
     """
     source = open_source(where)
-    wanted = [_WantedShard(target=one, region=region_of(one), missing=one.tensor.numel()) for one in shards]
-    indexes = _read_indexes(source, wanted, rank, world)
-    _refuse_other_model(source.where, wanted, indexes, cast)
+    wanted_shards = [
+        _WantedShard(target=shard, region=region_of(shard), missing=shard.tensor.numel()) for shard in shards
+    ]
+    indexes = _read_indexes(source, wanted_shards, rank, world)
+    _refuse_other_model(source.where, wanted_shards, indexes, cast)
     copies: dict[int, list[ShardCopy]] = {}
-    for one in wanted:
-        check_coverage(one.target.name, one.region, one.parts)
-        for stored, part in one.parts:
-            copies.setdefault(stored.rank, []).append(ShardCopy(stored=stored, part=part, target=one.target))
+    for shard in wanted_shards:
+        check_coverage(shard.target.name, shard.region, shard.parts)
+        for stored, part in shard.parts:
+            copies.setdefault(stored.rank, []).append(ShardCopy(stored=stored, part=part, target=shard.target))
     return RestoreRoute(source=source, copies=copies, num_indexes_read=len(indexes))
 
 
 def _read_indexes(source: StateSource, wanted: Sequence[_WantedShard], rank: int, world: int) -> dict[int, RankIndex]:
     by_name: dict[str, list[_WantedShard]] = {}
-    for one in wanted:
-        by_name.setdefault(one.target.name, []).append(one)
+    for shard in wanted:
+        by_name.setdefault(shard.target.name, []).append(shard)
     writers = [writer for writer in range(source.world) if source.count(writer)]
     indexes: dict[int, RankIndex] = {}
-    missing = sum(one.missing for one in wanted)
+    missing = sum(shard.missing for shard in wanted)
     if not writers or not missing:
         return indexes
     order = search_writers(rank, world, writers=writers, copies=len(writers) < source.world)
     writer: int | None = next(order)
-    while writer is not None and any(one.missing > 0 for one in wanted):
+    while writer is not None and any(shard.missing > 0 for shard in wanted):
         indexes[writer] = source.index(writer)
         for stored in indexes[writer].shards:
-            for one in by_name.get(stored.name, ()):
-                one.offer(source.where, stored)
-        before, missing = missing, sum(one.missing for one in wanted)
+            for shard in by_name.get(stored.name, ()):
+                shard.offer(source.where, stored)
+        previously_missing, missing = missing, sum(shard.missing for shard in wanted)
         try:
-            writer = order.send(before - missing)
+            writer = order.send(previously_missing - missing)
         except StopIteration:
             writer = None
     return indexes
@@ -154,13 +159,13 @@ def _read_indexes(source: StateSource, wanted: Sequence[_WantedShard], rank: int
 
 def _refuse_other_model(where: str, wanted: Sequence[_WantedShard], indexes: dict[int, RankIndex], cast: bool) -> None:
     problems = []
-    for one in wanted:
-        if one.first is None:
-            known = {stored.name for index in indexes.values() for stored in index.shards}
-            close = nearest(one.target.name, known)
-            why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
-            problems.append(Problem(where=where, what=f"holds no {one.target.name}", why=why))
-        elif problem := _shard_mismatch(where, one.first, one.target, cast):
+    for shard in wanted:
+        if shard.first is None:
+            names = {stored.name for index in indexes.values() for stored in index.shards}
+            suggestion = nearest(shard.target.name, names)
+            reason = f"it holds {suggestion}" if suggestion else f"it holds {len(names)} tensors of other names"
+            problems.append(Problem(where=where, what=f"holds no {shard.target.name}", why=reason))
+        elif problem := _shard_mismatch(where, shard.first, shard.target, cast):
             problems.append(problem)
     if problems:
         raise UserError(problems)
@@ -168,59 +173,60 @@ def _refuse_other_model(where: str, wanted: Sequence[_WantedShard], indexes: dic
 
 def _shard_mismatch(where: str, stored: StoredShard, target: TensorShard, cast: bool) -> Problem | None:
     if stored.shape != tuple(target.shape):
-        what = f"{target.name} is {list(stored.shape)} there and {list(target.shape)} in this model"
-        return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")
-    mine = dtype_name(target.tensor.dtype)
-    if stored.dtype == mine or cast:
+        problem = f"{target.name} is {list(stored.shape)} there and {list(target.shape)} in this model"
+        return Problem(where=where, what=problem, fix="resume with the job file of the run that wrote it")
+    target_dtype = dtype_name(target.tensor.dtype)
+    if stored.dtype == target_dtype or cast:
         return None
-    what = f"{target.name} is {stored.dtype} there and {mine} in this model"
+    problem = f"{target.name} is {stored.dtype} there and {target_dtype} in this model"
     fix = "load with cast=True if that is meant"
-    return Problem(where=where, what=what, why="values would be rounded", fix=fix)
+    return Problem(where=where, what=problem, why="values would be rounded", fix=fix)
 
 
-# In which order to ask the ranks that wrote a checkpoint for their indexes: those that most likely hold ours first.
-# Ranks are numbered stage by stage, then copy by copy, then shard by shard (parallel/dims.py), and of all copies only
-# one writes. From the number of ranks and of writers alone, the writer of our own shards is one of a few: one for each
-# number of stages that may have been. Around it are the owners of what it shared with its neighbours. Asking from the
-# middle outwards instead would read hundreds of indexes where a shard has many copies.
+# The order in which to read the indexes of the ranks that wrote a checkpoint: those that most likely hold this
+# rank's shards first. Ranks are numbered stage by stage, then copy by copy, then shard by shard (parallel/dims.py),
+# and of all copies only one writes. Given the number of ranks and of writers, the writer of this rank's shards is
+# one of a few: one for each possible number of stages. Around it are the owners of what it shared with its
+# neighbours. Reading from the middle outwards instead would read hundreds of indexes where a shard has many copies.
 
 
 def guess_writers(rank: int, *, world: int, writers: int) -> list[int]:
-    """Places among the writers at which the shards of `rank` of `world` may lie.
+    """Return the indices among the writers that may hold the shards of `rank` of `world`.
 
     Two stages of three copies of four shards: rank 17 is the second shard of the second copy of the second stage, and
-    its writer the sixth of eight. One stage would make it the second.
+    its writer the sixth of eight. With one stage it would be the second.
 
     >>> guess_writers(17, world=24, writers=8)
     [1, 5]
     """
-    found = []
+    guesses = []
     for stages in range(1, writers + 1):
         if writers % stages == 0:
             shards = writers // stages
-            found.append(rank * stages // world * shards + rank % shards)
-    return list(dict.fromkeys(found))[:MOST_GUESSES]
+            guesses.append(rank * stages // world * shards + rank % shards)
+    return list(dict.fromkeys(guesses))[:MOST_GUESSES]
 
 
 def search_writers(rank: int, world: int, *, writers: Sequence[int], copies: bool) -> Generator[int, int, None]:
-    """The writers, likeliest first; `send` how much was found with each. Around the best of them the rest follow.
+    """Yield the writers, likeliest first; `send` how many elements were found with each.
 
-    `rank` and `world` are the reader's; with `copies` there were ranks that wrote nothing.
+    After the guesses, the others follow by distance from the best guess. `rank` and `world` are the reader's; with
+    `copies` there were ranks that wrote nothing.
     """
-    best, most, asked = rank * len(writers) // world, 0, set()
+    best, max_found, tried = rank * len(writers) // world, 0, set()
     for guess in [best, *(guess_writers(rank, world=world, writers=len(writers)) if copies else ())]:
-        if guess not in asked:
-            asked.add(guess)
-            found = yield writers[guess]
-            if found > most:
-                best, most = guess, found
+        if guess not in tried:
+            tried.add(guess)
+            num_found = yield writers[guess]
+            if num_found > max_found:
+                best, max_found = guess, num_found
     for place in places_outwards(best, len(writers)):
-        if place not in asked:
+        if place not in tried:
             yield writers[place]
 
 
 def places_outwards(middle: int, count: int) -> Iterator[int]:
-    """Every place below `count`, those near `middle` first.
+    """Yield every index below `count`, those near `middle` first.
 
     >>> list(places_outwards(3, 5))
     [3, 4, 2, 1, 0]

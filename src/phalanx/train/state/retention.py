@@ -1,7 +1,7 @@
-"""When the next checkpoint is due, and which old ones are deleted.
+"""Schedule of checkpoints, and deletion of old ones.
 
-Never the newest intact one, never the newest from before steps that may be unsound, and never so that half of one could
-be taken for a whole.
+Deletion spares the newest intact checkpoint and the newest from before steps that may be damaged, and never leaves a
+half-deleted one that could be mistaken for a complete one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from phalanx.train.state.paths import Location, commit_step
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.storage import CheckpointFolder, CheckpointStorage, open_storage
 
-ROOM = 1.05  # of a checkpoint's bytes: blocks, folders, the manifest, and the events of the steps until then
+# Factor on a checkpoint's bytes: blocks, folders, the manifest, and the events of the steps until then
+ROOM = 1.05
 
 
 def remove_drafts(root: Location | str) -> None:
-    """Take away what dead processes left half written. For when no process saves, as between two generations."""
+    """Delete drafts of dead processes. Only valid while no process saves, as between two generations."""
     open_storage(root).sweep(0.0)
 
 
-# Which checkpoints go: decided from steps alone.
+# The choice of checkpoints to delete, from steps alone.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,49 +42,57 @@ class CommitState:
 
 
 def newest_trusted(commits: Sequence[CommitState], trusted_step: int | None) -> int | None:
-    """The newest intact step up to `trusted_step`, of any step without one; None where there is none.
+    """Return the newest intact step up to `trusted_step`, if given; None if there is none.
 
     >>> commits = [CommitState(step=step, is_intact=step != 20) for step in (24, 22, 20, 19)]
     >>> newest_trusted(commits, None), newest_trusted(commits, 20), newest_trusted(commits, 18)
     (24, 19, None)
     """
-    steps = (one.step for one in commits if one.is_intact and (trusted_step is None or one.step <= trusted_step))
+    steps = (
+        commit.step for commit in commits if commit.is_intact and (trusted_step is None or commit.step <= trusted_step)
+    )
     return max(steps, default=None)
 
 
 def steps_to_prune(commits: Sequence[CommitState], *, keep: int, trusted_step: int | None = None) -> set[int]:
-    """Steps of `commits`, newest first, that need not be kept.
+    """Return the steps of `commits`, newest first, that need not be kept.
 
-    The newest `keep` intact ones stay. What was saved after `trusted_step` may be unsound: the newest intact one up to
-    there stays too, in the place of the oldest of them, so that a long streak of bad steps takes no more disk. Damaged
-    ones stay where they are newer than the oldest that is kept: a person may want to look at them.
+    The newest `keep` intact ones stay. Steps after `trusted_step` may be damaged: the newest intact one up to there
+    stays too, in place of the oldest of the `keep`, so that a long series of bad steps takes no more disk. Damaged
+    checkpoints newer than the oldest kept one stay, because a person may want to examine them.
 
     >>> commits = [CommitState(step=step, is_intact=True) for step in (23, 22, 21, 20, 19)]
     >>> sorted(steps_to_prune(commits, keep=3)), sorted(steps_to_prune(commits, keep=3, trusted_step=20))
     ([19, 20], [19, 21])
     """
-    kept = [one.step for one in commits if one.is_intact][: max(keep, 1)]
-    if not kept:
+    kept_steps = [commit.step for commit in commits if commit.is_intact][: max(keep, 1)]
+    if not kept_steps:
         return set()
     trusted = newest_trusted(commits, trusted_step)
-    if trusted is not None and trusted not in kept:
-        kept = [*kept[: max(keep - 1, 1)], trusted]
-    return {one.step for one in commits if one.step not in kept and (one.is_intact or one.step < min(kept))}
+    if trusted is not None and trusted not in kept_steps:
+        kept_steps = [*kept_steps[: max(keep - 1, 1)], trusted]
+    return {
+        commit.step
+        for commit in commits
+        if commit.step not in kept_steps and (commit.is_intact or commit.step < min(kept_steps))
+    }
 
 
 def expendable_steps(commits: Sequence[CommitState], *, trusted_step: int | None = None) -> list[int]:
-    """Steps that a full disk may cost, the first to go first: neither the newest intact one nor the newest trusted one.
+    """Return the steps that may be deleted on a full disk, in order: not the newest intact or newest trusted one.
 
     >>> commits = [CommitState(step=step, is_intact=True) for step in (23, 22, 20, 19)]
     >>> expendable_steps(commits), expendable_steps(commits, trusted_step=20)
     ([19, 20, 22], [19, 22])
     """
     newest, trusted = newest_trusted(commits, None), newest_trusted(commits, trusted_step)
-    return sorted(one.step for one in commits if newest is not None and one.step < newest and one.step != trusted)
+    return sorted(
+        commit.step for commit in commits if newest is not None and commit.step < newest and commit.step != trusted
+    )
 
 
 def replaced_steps(set_aside: Iterable[int], commits: Sequence[CommitState], *, trusted_step: int) -> set[int]:
-    """Steps set aside by a roll-back that training has come past: a trusted checkpoint is as far as they were.
+    """Return the steps set aside by a roll-back that a trusted checkpoint of the same or a later step replaces.
 
     >>> replaced_steps([22, 24], [CommitState(step=23, is_intact=True)], trusted_step=23)
     {22}
@@ -92,45 +101,46 @@ def replaced_steps(set_aside: Iterable[int], commits: Sequence[CommitState], *, 
     return {step for step in set_aside if trusted is not None and step <= trusted}
 
 
-# Deleting them.
+# Deletion.
 
 
 def delete_commits_after(root: Location | str, step: int) -> list[int]:
-    """Delete commits of more than `step` steps, which are not to be trusted; the steps that went.
+    """Delete commits after step `step`, which are not trusted; return the deleted steps.
 
-    Only where an intact one up to there is left: what has no replacement yet is not deleted.
+    Does nothing unless an intact commit up to `step` exists: a commit without a replacement is not deleted.
     """
     storage = open_storage(root)
     commits = list_commits(root)
     if newest_trusted(_commit_states(storage, commits), step) is None:
         return []
-    gone = [place for place in commits if (commit_step(place.name) or 0) > step]
-    for place in gone:
+    untrusted = [place for place in commits if (commit_step(place.name) or 0) > step]
+    for place in untrusted:
         storage.delete(place)
-    return [commit_step(place.name) or 0 for place in gone]
+    return [commit_step(place.name) or 0 for place in untrusted]
 
 
 def prune_commits(
     storage: CheckpointStorage, *, keep: int, stale_s: float, spare: str = "", trusted_step: int | None = None
 ) -> list[Location]:
-    """Delete commits that `steps_to_prune` names, and drafts that were not changed for `stale_s`.
+    """Delete commits that `steps_to_prune` returns, and drafts that were not changed for `stale_s` seconds.
 
-    Drafts of the family of attempts `spare` stay whatever their age.
+    Drafts of the family of attempts `spare` stay whatever their age. Returns the deleted commits.
     """
     storage.sweep(stale_s, spare=spare)
     try:
         commits = storage.commits()
         surplus = steps_to_prune(_commit_states(storage, commits), keep=keep, trusted_step=trusted_step)
-    except OSError:  # what will not go away costs space, not the run
+    # A commit that cannot be deleted costs space, but must not fail the run
+    except OSError:
         return []
-    gone = [place for place in commits if commit_step(place.name) in surplus]
-    for place in gone:
+    deleted = [place for place in commits if commit_step(place.name) in surplus]
+    for place in deleted:
         storage.delete(place)
-    return gone
+    return deleted
 
 
 def delete_replaced(storage: CheckpointStorage, *, trusted_step: int) -> list[int]:
-    """Delete the checkpoints that a roll-back set aside and training has replaced; their steps."""
+    """Delete the checkpoints that a roll-back set aside and training has replaced; return their steps."""
     try:
         set_aside = storage.set_aside()
         if not set_aside:
@@ -146,13 +156,13 @@ def delete_replaced(storage: CheckpointStorage, *, trusted_step: int) -> list[in
 
 
 def untrusted_deleted(steps: Sequence[int], *, step: int) -> str:
-    """The line for a person once the checkpoints that a roll-back gave up are deleted.
+    """Return the log line for deleted checkpoints that a roll-back had set aside.
 
     >>> untrusted_deleted([24, 22], step=25)
     'step 25: the checkpoints of step 22, 24, given up by a roll-back, are replaced and deleted'
     """
-    named = ", ".join(f"{one:,}" for one in sorted(steps))
-    return f"step {step:,}: the checkpoints of step {named}, given up by a roll-back, are replaced and deleted"
+    step_list = ", ".join(f"{deleted_step:,}" for deleted_step in sorted(steps))
+    return f"step {step:,}: the checkpoints of step {step_list}, given up by a roll-back, are replaced and deleted"
 
 
 def make_room(
@@ -161,13 +171,14 @@ def make_room(
     *,
     trusted_step: int | None = None,
 ) -> list[int]:
-    """Delete old commits, oldest first, until another like the newest sound one fits on the disk; the steps that went.
+    """Delete old commits, oldest first, until another like the newest intact one fits on the disk.
 
-    What a roll-back set aside goes first; `expendable_steps` says what else may go. Deletes inside `fence()`, which is
-    entered where there is something to delete. An object store has no end that could be asked for.
+    Returns the deleted steps. Checkpoints that a roll-back set aside are deleted first; then those of
+    `expendable_steps`. Deletes inside `fence()`, which is entered only if there is something to delete. Does nothing
+    for an object store, whose free space cannot be queried.
     """
     root = storage.root
-    gone: list[int] = []
+    deleted_steps: list[int] = []
     if not isinstance(root, Path):
         return []
     try:
@@ -176,25 +187,26 @@ def make_room(
         if newest is None:
             return []
         ranks = read_manifest(storage.folder(newest)).ranks
-        needed_bytes = ROOM * sum(one.data_bytes + one.index_bytes for one in ranks)
+        needed_bytes = ROOM * sum(rank_files.data_bytes + rank_files.index_bytes for rank_files in ranks)
         if _free_bytes(root) >= needed_bytes:
             return []
         for place, step in sorted(storage.set_aside().items(), key=lambda item: item[1]):
             if _free_bytes(root) >= needed_bytes:
-                return gone
+                return deleted_steps
             with fence():
                 storage.delete_set_aside(place)
-            gone.append(step)
+            deleted_steps.append(step)
         places = {commit_step(place.name) or 0: place for place in commits}
         for step in expendable_steps(_commit_states(storage, commits), trusted_step=trusted_step):
             if _free_bytes(root) >= needed_bytes:
                 break
             with fence():
                 storage.delete(places[step])
-            gone.append(step)
-    except (OSError, DamagedCheckpoint):  # then the save itself tells what is wrong
+            deleted_steps.append(step)
+    # The save itself then reports the error
+    except (OSError, DamagedCheckpoint):
         pass
-    return gone
+    return deleted_steps
 
 
 def _free_bytes(root: Path) -> int:
@@ -216,13 +228,14 @@ def _is_intact(folder: CheckpointFolder) -> bool:
     return True
 
 
-RECENT = 5  # saves whose median counts: one held up by a busy disk changes nothing
+# Number of saves in the median: one delayed by a busy disk changes nothing
+RECENT = 5
 
 
 class CheckpointInterval:
-    """When rank 0 saves: Daly's interval, from the plan at first and from measured costs after that.
+    """Decides when rank 0 saves: at Daly's interval, from the plan at first and then from measured costs.
 
-    An interval that the job sets in seconds stays as it is.
+    An interval that the job sets in seconds stays fixed.
     """
 
     def __init__(self, *, interval_s: float, mtbf_s: float, measured: bool, now_s: float) -> None:
@@ -234,7 +247,7 @@ class CheckpointInterval:
 
     @staticmethod
     def of(reliability: Reliability, checkpoint: Checkpoint, *, now_s: float) -> CheckpointInterval:
-        """That of a plan and its job."""
+        """Build the interval of a plan and its job."""
         return CheckpointInterval(
             interval_s=reliability.interval_s,
             mtbf_s=reliability.mtbf_s,
@@ -243,17 +256,17 @@ class CheckpointInterval:
         )
 
     def due(self, now_s: float) -> bool:
-        """Whether the interval has passed since the last save began."""
+        """Return whether the interval has passed since the last save began."""
         return now_s - self._began_s >= self.interval_s
 
     def saved(self, *, now_s: float, blocked_s: float) -> None:
-        """A save began at `now_s` and held the training up for `blocked_s`."""
+        """Record a save that began at `now_s` and blocked training for `blocked_s` seconds."""
         self._began_s = now_s
         self._blocked_s.append(blocked_s)
         self._update_interval()
 
     def persisted(self, seconds: float) -> None:
-        """The save was committed `seconds` after it began: the next may not begin sooner."""
+        """Record that the save was committed `seconds` after it began: the next may not begin sooner."""
         self._persist_s.append(seconds)
         self._update_interval()
 

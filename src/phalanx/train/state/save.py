@@ -1,10 +1,10 @@
-"""Save: every rank writes its own files and leaves a note; rank 0 sees all notes, writes the manifest and commits.
+"""Save: every rank writes its own files and a note; rank 0 waits for all notes, writes the manifest and commits.
 
-No rank needs the plan of another and there is no collective: a save may run in a thread beside the training
-(async_saver.py). The save points, in order, are handed to `point`, so that drills can stop a process at each of them:
+No rank needs another rank's plan and there is no collective: a save may run in a thread during training
+(async_saver.py). The save points, in order, are passed to `point`, so that drills can stop a process at each of them:
 
-rank    begin · data · index · done
-rank 0  all · manifest · set-aside · commit · prune
+    rank    begin · data · index · done
+    rank 0  all · manifest · set-aside · commit · prune
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from phalanx.train.state.shards import lay_out_shards, owned_shards, tensor_byte
 from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
 from phalanx.units import first_few
 
-# Longest wait of rank 0 for the slowest rank. BLOOM's 2.3 TB took 40 s on 384 GPUs; storage under load has bad days.
+# Longest wait of rank 0 for the slowest rank. BLOOM's 2.3 TB took 40 s on 384 GPUs; storage under load can be slow.
 SAVE_TIMEOUT_S = 600.0
-# Rank 0 looks again after a fiftieth of the time it has waited: it hears of the last rank at most 2 % late.
+# Rank 0 checks again after a fiftieth of the time it has waited, so that it sees the last rank at most 2 % late.
 FIRST_LOOK_S, LAST_LOOK_S, LOOKS = 0.002, 0.2, 50
 NOTE_BYTES = 2**16  # the longest note of a rank
-MOST_UNHASHED = 4  # tensors written and not yet hashed
+MOST_UNHASHED = 4  # tensors written but not yet hashed
 
 CommitFence = Callable[[], AbstractContextManager[None]]
 
 
 class SaveAbandoned(Exception):
-    """The save was given up by the process that began it."""
+    """The process that began the save has given it up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote, and on
-    rank 0 those of all ranks.
+    """A finished save of one rank.
 
-    `seconds` lie between the call and the commit, or the safety of this rank's files; old checkpoints go after that.
+    `path` is the commit (on other ranks than 0, where it will be); `bytes` were written by this rank, `total_bytes`
+    by all ranks (on rank 0). `seconds` is the time from the call to the commit, or to the safety of this rank's
+    files; the deletion of old checkpoints follows.
     """
 
     path: Location
@@ -67,8 +68,10 @@ class SavedCheckpoint:
     bytes: int
     seconds: float
     total_bytes: int | None = None
-    deleted_for_room: tuple[int, ...] = ()  # steps whose checkpoints a full disk cost, though `keep` wanted them
-    deleted_untrusted: tuple[int, ...] = ()  # steps that a roll-back set aside, and this save or one before replaced
+    # Steps deleted for space on a full disk, although `keep` wanted them
+    deleted_for_room: tuple[int, ...] = ()
+    # Steps that a roll-back set aside, and that checkpoints have now replaced
+    deleted_untrusted: tuple[int, ...] = ()
 
 
 def save_checkpoint(
@@ -91,16 +94,18 @@ def save_checkpoint(
 ) -> SavedCheckpoint:
     """Write this rank's shards of a checkpoint; on rank 0 also commit it and delete all but the newest `keep`.
 
-    `attempt` is the same on all ranks and new for every start of the job: files a dead job left behind cannot be taken
-    for ours. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0 commits inside
-    `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank
-    is missing after `timeout_s`, SaveAbandoned when `abandoned` is set; earlier checkpoints are then as they were.
-    State of more steps than `trusted_step()` may be unsound: the newest checkpoint up to there is never deleted.
+    `attempt` is the same on all ranks and new for every start of the job, so that files of a dead job are never
+    mistaken for this job's. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0
+    commits inside `fence()`; if that raises, nothing was committed. Raises SystemFailure if the disk fails or a rank
+    is missing after `timeout_s`, SaveAbandoned if `abandoned` is set; earlier checkpoints are then unchanged. State
+    of steps after `trusted_step()` may be damaged: the newest checkpoint up to there is never deleted.
     """
     began = time.monotonic()
     if step < 0 or keep < 1 or generation < 0 or not 0 <= rank < world:
-        what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
-        raise mistake("checkpoint", what, fix="use a step and generation from 0, keep from 1, and a rank below world")
+        problem = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
+        raise mistake(
+            "checkpoint", problem, fix="use a step and generation from 0, keep from 1, and a rank below world"
+        )
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
@@ -109,13 +114,14 @@ def save_checkpoint(
     try:
         point("begin")
         if rank == 0:
-            # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds room.
+            # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds
+            # room.
             with suppress(SystemFailure):
                 deleted += make_room(storage, fence, trusted_step=trusted_step())
         size_bytes = _write_rank(draft, rank, shards, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
-            total_bytes = sum(one.data_bytes + one.index_bytes for one in ranks)
+            total_bytes = sum(rank_files.data_bytes + rank_files.index_bytes for rank_files in ranks)
             point("all")
             manifest = CheckpointManifest(
                 step=step,
@@ -136,10 +142,11 @@ def save_checkpoint(
     seconds = time.monotonic() - began
     if rank == 0:
         point("commit")
-        with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
+        # A process that is fenced by now deletes nothing: other processes save here
+        with suppress(SystemFailure), fence():
             draft.tidy()
             trusted = trusted_step()
-            # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
+            # If memberships have numbers, processes of another start are fenced, and their drafts are unused.
             prune_commits(
                 storage,
                 keep=keep,
@@ -149,7 +156,8 @@ def save_checkpoint(
             )
             if trusted is not None:
                 untrusted = delete_replaced(storage, trusted_step=trusted)
-            deleted += make_room(storage, trusted_step=trusted)  # for the next, while nobody writes
+            # For the next save, while no rank writes
+            deleted += make_room(storage, trusted_step=trusted)
         point("prune")
     return SavedCheckpoint(
         path=path,
@@ -166,16 +174,17 @@ def _check_meta(meta: Mapping[str, JSON]) -> None:
     try:
         encode_json(dict(meta))
     except (TypeError, ValueError) as error:
-        what = f"meta cannot be written as JSON: {error}"
-        raise mistake("checkpoint", what, fix="numbers, texts and lists") from error
+        problem = f"meta cannot be written as JSON: {error}"
+        raise mistake("checkpoint", problem, fix="numbers, texts and lists") from error
 
 
 def _code_version() -> str:
     try:
-        ours = version("phalanx")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        ours = "from source"
-    return f"phalanx {ours}, torch {torch.__version__}"
+        phalanx_version = version("phalanx")
+    # Run from a source tree that was never installed
+    except PackageNotFoundError:
+        phalanx_version = "from source"
+    return f"phalanx {phalanx_version}, torch {torch.__version__}"
 
 
 def _write_rank(
@@ -186,7 +195,7 @@ def _write_rank(
     abandoned: Event,
     point: Callable[[str], None],
 ) -> int:
-    """Write file and index of a rank, then its note; returns the bytes."""
+    """Write file and index of a rank, then its note; return the bytes."""
     draft.begin()
     index = _write_rank_file(draft, rank, shards, meta, abandoned)
     point("data")
@@ -207,23 +216,23 @@ def _write_rank(
 def _write_rank_file(
     draft: CheckpointDraft, rank: int, shards: Sequence[TensorShard], meta: Mapping[str, JSON], abandoned: Event
 ) -> RankIndex:
-    """Write the tensors of a rank, hashed meanwhile, and flush them; returns the index."""
-    mine = owned_shards(shards)
-    laid_out = lay_out_shards(mine, rank)
+    """Write and flush the tensors of a rank, hashed meanwhile; return the index."""
+    owned = owned_shards(shards)
+    laid_out = lay_out_shards(owned, rank)
     header = safetensors_header(laid_out)
     size_bytes = len(header) + sum(shard.size_bytes for shard in laid_out)
-    # The file is flushed while the last digests are still computed: the inner block ends first.
+    # The file is flushed while the last digests are still computed, because the inner block ends first.
     with ThreadPoolExecutor(max_workers=1) as hasher:
         digests: list[Future[str]] = []
         with draft.create(paths.data_name(rank), size_bytes) as writer:
             writer.write(memoryview(header))
-            for one in mine:
-                data = tensor_bytes(one.tensor)
+            for shard_to_write in owned:
+                data = tensor_bytes(shard_to_write.tensor)
                 digests.append(hasher.submit(_hex_sha256, data))
                 for begin in range(0, len(data), CHUNK_BYTES):
                     _raise_if_abandoned(abandoned)
                     writer.write(data[begin : begin + CHUNK_BYTES])
-                # Hashing may lag behind, but not by the whole state: it may be a copy of what is on a GPU.
+                # Hashing may lag behind, but not by the full state, which may be a copy of what is on a GPU.
                 if len(digests) > MOST_UNHASHED:
                     digests[-1 - MOST_UNHASHED].result()
     stored = tuple(
@@ -247,37 +256,40 @@ def _raise_if_abandoned(abandoned: Event) -> None:
 def wait_for_ranks(
     draft: CheckpointDraft, *, step: int, world: int, timeout_s: float, abandoned: Event
 ) -> tuple[RankFiles, ...]:
-    """What all ranks wrote, in order; raises SystemFailure when one is missing or gave up, SaveAbandoned when told to.
+    """Return the files that all ranks wrote, by rank.
 
-    A rank that has made its files safe leaves a note (rank-00000.done); one that gives up leaves another
-    (rank-00000.failed), so that rank 0 need not wait for it.
+    A rank whose files are safe writes a note (rank-00000.done); one that gives up writes another (rank-00000.failed),
+    so that rank 0 need not wait for it. Raises SystemFailure if a rank is missing or gave up, SaveAbandoned if
+    `abandoned` is set.
     """
     began = time.monotonic()
-    wanted = [paths.done_name(rank) for rank in range(world)]
+    expected = [paths.done_name(rank) for rank in range(world)]
     while True:
-        here = draft.notes()
-        failed = sorted(name for name in here if name.endswith(".failed"))
+        notes = draft.notes()
+        failed = sorted(name for name in notes if name.endswith(".failed"))
         if failed:
             text = draft.read_notes(failed[:1], most_bytes=NOTE_BYTES)[0].decode("utf-8", "replace")
-            why = text or "no space to say why"
-            what = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {why}"
-            raise SystemFailure(Problem(where=str(draft.location), what=what, why="the checkpoint before it is intact"))
-        missing = [rank for rank, name in enumerate(wanted) if name not in here]
-        if not missing:
-            return tuple(RankFiles(**decode_json(text)) for text in draft.read_notes(wanted, most_bytes=NOTE_BYTES))
+            reason = text or "no space to say why"
+            problem = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {reason}"
+            raise SystemFailure(
+                Problem(where=str(draft.location), what=problem, why="the checkpoint before it is intact")
+            )
+        missing_ranks = [rank for rank, name in enumerate(expected) if name not in notes]
+        if not missing_ranks:
+            return tuple(RankFiles(**decode_json(text)) for text in draft.read_notes(expected, most_bytes=NOTE_BYTES))
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            raise _ranks_late(draft, step, missing, timeout_s)
+            raise _ranks_late(draft, step, missing_ranks, timeout_s)
         if abandoned.wait(min(max(waited_s / LOOKS, FIRST_LOOK_S), LAST_LOOK_S)):
             raise SaveAbandoned
 
 
 def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeout_s: float) -> SystemFailure:
-    some = first_few(missing, 4)
+    rank_list = first_few(missing, 4)
     return SystemFailure(
         Problem(
             where=str(draft.location),
-            what=f"step {step} is not saved: rank {some} did not write its shards in {timeout_s:g} s",
+            what=f"step {step} is not saved: rank {rank_list} did not write its shards in {timeout_s:g} s",
             why="a checkpoint counts only when every rank's shards are stored; the one before is intact",
             fix="look at the log of that rank, and that all ranks see the same file system",
         )
@@ -295,13 +307,14 @@ def _commit_draft(
     draft.seal(text, map(paths.done_name, range(manifest.world)))
     point("manifest")
     with fence():
-        point("set-aside")  # the last moment at which the checkpoint before still counts
+        # The last moment at which the previous checkpoint still counts
+        point("set-aside")
         _raise_if_abandoned(abandoned)
         draft.commit(text)
 
 
 def _clean_up(draft: CheckpointDraft, rank: int, error: BaseException) -> None:
-    """Leave nothing half: rank 0 takes the folder away, another rank its own files, with a note for rank 0."""
+    """Remove partial work: rank 0 deletes the folder, another rank its own files, and it leaves a note for rank 0."""
     if rank == 0:
         draft.discard()
         return
@@ -312,7 +325,7 @@ def _clean_up(draft: CheckpointDraft, rank: int, error: BaseException) -> None:
         text = error.problems[0].render().splitlines()[0]
     else:
         text = f"{type(error).__name__}: {error}"
-    # An empty note fits on a full disk: without any, rank 0 would wait for this rank, and the training for rank 0.
+    # An empty note fits on a full disk: without a note, rank 0 would wait for this rank, and training for rank 0.
     for note in (text.encode()[:NOTE_BYTES], b""):
         with suppress(OSError):
             draft.note(paths.failed_name(rank), note)

@@ -1,4 +1,4 @@
-"""Shards: regions of tensors, where two overlap, whether many cover a tensor exactly once, and how one is stored."""
+"""Regions of tensors: overlap, exact coverage, and the description and layout of stored shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from phalanx.errors import mistake
 from phalanx.train.parallel.tensor_shard import TensorShard
 
-RESERVED = "__metadata__"  # safetensors keeps this key for itself
+RESERVED = "__metadata__"  # safetensors reserves this key
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The elements of a tensor from `start` on, `size` many along each dimension. A scalar has no dimensions."""
+    """The elements of a tensor from `start`, `size` many along each dimension. A scalar has no dimensions."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -31,11 +31,11 @@ class Region:
 
     @property
     def volume(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.size)
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """The slices that select this region from a tensor that holds `outer`."""
+        """Return the slices that select this region from a tensor that holds `outer`."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.start, outer.start, self.size, strict=True)
@@ -43,12 +43,12 @@ class Region:
 
 
 def whole_region(shape: tuple[int, ...]) -> Region:
-    """The region of a whole tensor."""
+    """Return the region of a full tensor."""
     return Region((0,) * len(shape), shape)
 
 
 def shared_region(one: Region, other: Region) -> Region | None:
-    """Where two regions overlap, or None.
+    """Return the overlap of two regions, or None.
 
     >>> shared_region(Region((0, 0), (4, 4)), Region((2, 1), (4, 2)))
     Region(start=(2, 1), size=(2, 2))
@@ -62,20 +62,20 @@ def shared_region(one: Region, other: Region) -> Region | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoverageGap:
-    """A region that is covered not once but `times` times."""
+    """A region that is covered `times` times instead of once."""
 
     region: Region
     times: int
 
 
-# Above this the regions overlap so irregularly that no layout of ours wrote them: 2**22 counts are 16 MiB.
+# Above this the regions overlap so irregularly that no layout of Phalanx wrote them: 2**22 counts are 16 MiB.
 MOST_CELLS = 2**22
 
 
 def first_coverage_gap(target: Region, regions: Sequence[Region]) -> CoverageGap | None:
-    """The first place of `target` that `regions`, all inside it, do not cover exactly once; None when they tile it.
+    """Return the first place of `target` that `regions`, all inside it, do not cover once; None if they tile it.
 
-    The edges of all regions make a grid of cells; each region adds one to the cells it covers.
+    The edges of all regions form a grid of cells; each region adds one to the cells it covers.
     """
     if not target.volume or list(regions) == [target]:
         return None
@@ -112,7 +112,7 @@ class StoredDtype:
     """An element type that a checkpoint may hold."""
 
     torch: torch.dtype
-    tag: str  # safetensors' name
+    tag: str  # the name in safetensors
     size_bytes: int
 
 
@@ -130,7 +130,7 @@ STORED_DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's own short name.
+    """Return torch's short name.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -140,7 +140,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredShard:
-    """A shard as one rank wrote it, in its file or its segment of memory. `offset` counts from the start of that.
+    """A shard as one rank wrote it, in its file or memory segment; `offset` counts from the start of that.
 
     In memory `sha256` holds eight hexadecimal digits of crc32.
     """
@@ -156,13 +156,13 @@ class StoredShard:
 
 
 def owned_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
-    """The shards this rank writes: those it owns that are not empty, widest elements first so that all are aligned."""
-    mine = [shard for shard in shards if shard.owner and shard.tensor.numel()]
-    seen: set[str] = set()
-    for shard in mine:
-        _check_shard(shard, seen)
-        seen.add(shard.name)
-    return sorted(mine, key=lambda shard: (-shard.tensor.element_size(), shard.name))
+    """Return the non-empty shards this rank owns, widest elements first so that all are aligned."""
+    owned = [shard for shard in shards if shard.owner and shard.tensor.numel()]
+    names: set[str] = set()
+    for shard in owned:
+        _check_shard(shard, names)
+        names.add(shard.name)
+    return sorted(owned, key=lambda shard: (-shard.tensor.element_size(), shard.name))
 
 
 def _check_shard(shard: TensorShard, seen: set[str]) -> None:
@@ -173,22 +173,22 @@ def _check_shard(shard: TensorShard, seen: set[str]) -> None:
     if shard.name in seen or shard.name in ("", RESERVED):
         raise mistake(shard.name or "''", "names two shards of one rank, or is not a name", fix="one shard per tensor")
     if not len(shard.shape) == len(region.start) == len(region.size) or any(map(int.__gt__, region.end, shard.shape)):
-        what = f"starts at {list(shard.start)} with {list(region.size)}, outside the whole {list(shard.shape)}"
-        raise mistake(shard.name, what)
+        problem = f"starts at {list(shard.start)} with {list(region.size)}, outside the whole {list(shard.shape)}"
+        raise mistake(shard.name, problem)
 
 
 def region_of(shard: TensorShard) -> Region:
-    """The region of the whole tensor that a shard holds."""
+    """Return the region of the full tensor that a shard holds."""
     return Region(tuple(shard.start), tuple(shard.tensor.shape))
 
 
 def shard_bytes(shard: TensorShard) -> int:
-    """Bytes of the local tensor."""
+    """Return the bytes of the local tensor."""
     return shard.tensor.numel() * shard.tensor.element_size()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row order, as the processor keeps them (little-endian); a copy only where it must be."""
+    """Return the bytes of a tensor in row order, little-endian; a copy only if necessary."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -196,7 +196,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def lay_out_shards(
     shards: Sequence[TensorShard], rank: int, *, offset: int = 0, align_bytes: int = 1
 ) -> tuple[StoredShard, ...]:
-    """Where each shard will lie, one after the other from `offset` on; digests are still to come."""
+    """Place the shards one after the other from `offset`; digests are filled in later."""
     stored = []
     for shard in shards:
         size_bytes = shard_bytes(shard)

@@ -1,9 +1,9 @@
-"""Storage of checkpoints: what saving and loading ask of it, and a POSIX disk; object stores are in object_store.py.
+"""Storage of checkpoints: the interfaces that saving and loading use, and their implementation on a POSIX disk.
 
-A disk commits by renaming a hidden folder. An object store cannot rename: the files of ranks carry the attempt in
-their names, and the manifest, one PUT, names the attempt that counts. Everything above is the same for both. Whatever
-fails is an OSError; what says that it never fails leaves behind what will not go away, which costs space and not the
-run.
+Object stores are in object_store.py. A disk commits by renaming a hidden folder. An object store cannot rename: the
+files of ranks carry the attempt in their names, and the manifest, one PUT, names the attempt that counts. Everything
+above is the same for both. Every failure is an OSError; methods documented to never fail may leave files behind,
+which costs space but does not stop the run.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from phalanx.train.state.paths import (
 
 
 class CheckpointFolder(Protocol):
-    """Files by name."""
+    """A folder of files."""
 
     @property
     def location(self) -> Location:
-        """Where it is, for messages and for callers."""
+        """The location, for messages and for callers."""
 
     def open(self, name: str) -> ReadableFile:
-        """A file of it."""
+        """Open a file of the folder."""
 
     def names(self) -> set[str]:
-        """What is in it, without hidden files."""
+        """Return the names of its files, without hidden files."""
 
     def rank_files(self, attempt: str) -> CheckpointFolder:
-        """Where the files of ranks lie that the manifest of this folder vouches for."""
+        """Return the folder with the files of ranks that the manifest in this folder covers."""
 
 
 class CheckpointDraft(Protocol):
@@ -56,79 +56,79 @@ class CheckpointDraft(Protocol):
 
     @property
     def location(self) -> Location:
-        """Where its files go."""
+        """The location of its files."""
 
     def begin(self) -> None:
-        """Make room for this rank's files."""
+        """Prepare the folder for this rank's files."""
 
     def create(self, name: str, size_bytes: int) -> AbstractContextManager[WritableFile]:
-        """A new file of known size."""
+        """Create a file of known size."""
 
     def put(self, name: str, data: bytes) -> None:
-        """A small new file; safe when this returns."""
+        """Write a small new file; it is safe when this returns."""
 
     def note(self, name: str, data: bytes) -> None:
-        """A small file for the ranks that live now, seen whole or not at all."""
+        """Write a small file for the running ranks, which see all of it or nothing."""
 
     def notes(self) -> set[str]:
-        """The names of all notes; there may be others among them."""
+        """Return the names of all notes, possibly among other names."""
 
     def read_notes(self, names: Sequence[str], *, most_bytes: int) -> list[bytes]:
-        """Several notes at once, in the order asked for."""
+        """Return the contents of several notes, in the order of `names`."""
 
     def seal(self, manifest: bytes, notes: Iterable[str]) -> None:
-        """All files are there and the notes no longer needed: whatever of the commit comes before the fence."""
+        """Do everything of the commit that comes before the fence; all files exist, notes are no longer needed."""
 
     def commit(self, manifest: bytes) -> None:
-        """Make it the checkpoint of its step, in one moment, also where there was one."""
+        """Make it the checkpoint of its step atomically, also if there was one."""
 
     def tidy(self) -> None:
-        """Take away what the commit replaced; never fails."""
+        """Delete what the commit replaced; never fails."""
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Take files of this rank away again; never fails."""
+        """Delete files of this rank again; never fails."""
 
     def discard(self) -> None:
-        """Take all of it away; never fails."""
+        """Delete the draft; never fails."""
 
     def is_gone(self) -> bool:
-        """Whether somebody else took it away."""
+        """Return whether another process deleted it."""
 
 
 class CheckpointStorage(Protocol):
-    """All checkpoints of a run; one may serve several threads."""
+    """All checkpoints of a run; one storage may serve several threads."""
 
     @property
     def root(self) -> Location:
-        """Where they are."""
+        """The location of the checkpoints."""
 
     def folder(self, commit: Location) -> CheckpointFolder:
-        """A commit to read."""
+        """Return a commit for reading."""
 
     def commits(self) -> list[Location]:
-        """Those that count, newest first; whether they are whole is another question."""
+        """Return the committed steps, newest first, without checking that they are intact."""
 
     def draft(self, step: int, attempt: str) -> CheckpointDraft:
-        """A step to write."""
+        """Return a step for writing."""
 
     def delete(self, commit: Location) -> None:
-        """Take a commit away so that half of it is never taken for a whole; never fails."""
+        """Delete a commit such that half of it is never mistaken for a complete one; never fails."""
 
     def set_aside(self) -> dict[Location, int]:
-        """Checkpoints that a roll-back renamed, with their steps; none where nothing can be renamed."""
+        """Return checkpoints that a roll-back renamed, with their steps; none if the storage cannot rename."""
 
     def delete_set_aside(self, place: Location) -> None:
         """Delete one of those; never fails."""
 
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
-        """Take away what dead processes left, if nobody has touched it for so long; never fails.
+        """Delete files of dead processes that have not changed for `older_than_s` seconds; never fails.
 
         Attempts of the family `spare` are alive.
         """
 
 
 def open_storage(root: Location | str | CheckpointStorage) -> CheckpointStorage:
-    """The storage at a location; a storage is its own."""
+    """Return the storage at a location; a storage is returned as it is."""
     if not isinstance(root, str | Path | Url):
         return root
     location = parse_location(root)
@@ -136,39 +136,40 @@ def open_storage(root: Location | str | CheckpointStorage) -> CheckpointStorage:
 
 
 def open_folder(where: Location | str) -> CheckpointFolder:
-    """One checkpoint at a location."""
+    """Return one checkpoint at a location."""
     location = parse_location(where)
     return ObjectFolder(connect_store(location), location) if isinstance(location, Url) else PosixFolder(location)
 
 
-# On a disk: a hidden folder per attempt, renamed when it is whole.
+# On a disk: a hidden folder per attempt, renamed when it is complete.
 
-PRUNED = "pruned"  # stands for the attempt in the name of a commit that is deleted for good
+# Used as the attempt in the name of a commit that is deleted for good
+PRUNED = "pruned"
 
 
 class PosixFolder:
-    """A folder."""
+    """A checkpoint folder on a disk."""
 
     def __init__(self, path: Path) -> None:
         self.location = path
 
     def open(self, name: str) -> PosixReader:
-        """A plain file of it."""
+        """Open a regular file of the folder; raise OSError if the folder is a symbolic link."""
         if self.location.is_symlink():
             raise OSError(None, "its folder is a link")
         return PosixReader(self.location / name)
 
     def names(self) -> set[str]:
-        """Everything but hidden files: .nfs… is the file system's own."""
+        """Return the names of everything but hidden files: .nfs… belongs to the file system."""
         return {path.name for path in self.location.iterdir() if not path.name.startswith(".")}
 
     def rank_files(self, attempt: str) -> PosixFolder:
-        """The folder itself."""
+        """Return the folder itself."""
         return self
 
 
 class PosixDraft:
-    """A hidden folder beside the commits."""
+    """A hidden folder next to the commits."""
 
     def __init__(self, root: Path, step: int, attempt: str) -> None:
         self.location = root / paths.draft_name(step, attempt)
@@ -176,38 +177,38 @@ class PosixDraft:
         self._going = root / paths.outgoing_name(step, attempt)
 
     def begin(self) -> None:
-        """Make the folder, if this rank is the first."""
+        """Create the folder, if this rank is the first."""
         self.location.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, size_bytes: int) -> PosixWriter:
-        """A file that is flushed when it is closed."""
+        """Create a file that is flushed when it is closed."""
         return PosixWriter(self.location / name)
 
     def put(self, name: str, data: bytes) -> None:
-        """A small file, flushed."""
+        """Write a small file, and flush it."""
         write_synced_file(self.location / name, data)
 
     def note(self, name: str, data: bytes) -> None:
-        """Renamed into place, and not flushed."""
+        """Write a note and rename it into place, without a flush."""
         publish_file(self.location / name, data)
 
     def notes(self) -> set[str]:
-        """They lie beside the files of ranks."""
+        """Return the names of all files: notes are next to the files of ranks."""
         return PosixFolder(self.location).names()
 
     def read_notes(self, names: Sequence[str], *, most_bytes: int) -> list[bytes]:
-        """One after the other: a few bytes each, so that 4,096 are read in well under a second."""
+        """Read notes one after the other: a few bytes each, so that 4,096 take well under a second."""
         return [read_small_file(PosixReader(self.location / name), most_bytes=most_bytes) for name in names]
 
     def seal(self, manifest: bytes, notes: Iterable[str]) -> None:
-        """Make the folder what it will be, down to the disk."""
+        """Delete the notes, write the manifest, and flush the folder."""
         for name in notes:
             (self.location / name).unlink()
         write_synced_file(self.location / paths.MANIFEST, manifest)
         sync_folder(self.location)
 
     def commit(self, manifest: bytes) -> None:
-        """Rename. Where the job fell back behind this step and came here again, the new one replaces the old one."""
+        """Rename the folder; if the job fell back and reached this step again, the new commit replaces the old one."""
         if not self._final.exists():
             self.location.rename(self._final)
         elif not exchange_names(self.location, self._final):
@@ -215,7 +216,10 @@ class PosixDraft:
         sync_folder(self._final.parent)
 
     def _rename_twice(self) -> None:
-        """Some network file systems cannot exchange two names; a process that dies between leaves it to `sweep`."""
+        """Replace on network file systems that cannot exchange names.
+
+        `sweep` repairs a crash between the two renames.
+        """
         self._final.rename(self._going)
         try:
             self.location.rename(self._final)
@@ -224,7 +228,7 @@ class PosixDraft:
             raise
 
     def tidy(self) -> None:
-        """The commit that was replaced lies under one of our names."""
+        """Delete the replaced commit, which now has one of this draft's names."""
         self.discard()
         shutil.rmtree(self._going, ignore_errors=True)
 
@@ -239,7 +243,7 @@ class PosixDraft:
         shutil.rmtree(self.location, ignore_errors=True)
 
     def is_gone(self) -> bool:
-        """Whether the folder is no longer there."""
+        """Return whether the folder no longer exists."""
         return not self.location.exists()
 
 
@@ -250,23 +254,23 @@ class PosixStorage:
         self.root = root
 
     def folder(self, commit: Location) -> PosixFolder:
-        """A commit to read."""
+        """Return a commit for reading."""
         return PosixFolder(self.root / commit.name)
 
     def commits(self) -> list[Location]:
-        """Folders named after a step, newest first."""
+        """Return the folders named after a step, newest first."""
         if not self.root.is_dir():
             return []
         steps = {path: paths.commit_step(path.name) for path in self.root.iterdir() if path.is_dir()}
-        found = [(step, path) for path, step in steps.items() if step is not None]
-        return [path for _, path in sorted(found, reverse=True)]
+        steps_and_paths = [(step, path) for path, step in steps.items() if step is not None]
+        return [path for _, path in sorted(steps_and_paths, reverse=True)]
 
     def draft(self, step: int, attempt: str) -> PosixDraft:
-        """A step to write."""
+        """Return a step for writing."""
         return PosixDraft(self.root, step, attempt)
 
     def delete(self, commit: Location) -> None:
-        """Rename it first, so that half of it is never taken for a whole."""
+        """Rename and delete a commit, so that half of it is never mistaken for a complete one."""
         going = self.root / paths.outgoing_name(paths.commit_step(commit.name) or 0, PRUNED)
         with suppress(OSError):
             shutil.rmtree(going, ignore_errors=True)
@@ -274,16 +278,16 @@ class PosixStorage:
             shutil.rmtree(going, ignore_errors=True)
 
     def set_aside(self) -> dict[Location, int]:
-        """Folders renamed by `set_untrusted_aside`."""
+        """Return the folders renamed by `set_untrusted_aside`."""
         steps = {path: set_aside_step(path.name) for path in self.root.iterdir() if not path.is_symlink()}
         return {path: step for path, step in steps.items() if step is not None}
 
     def delete_set_aside(self, place: Location) -> None:
-        """Half of one is never taken for a checkpoint: its name is none."""
+        """Delete a folder; half of it is never mistaken for a checkpoint, because its name is not a commit's."""
         shutil.rmtree(self.root / place.name, ignore_errors=True)
 
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
-        """Drafts and half-deleted commits. A draft that still changes belongs to somebody."""
+        """Delete drafts and half-deleted commits, except for drafts that still change."""
         with suppress(OSError):
             for path in list(self.root.iterdir()):
                 with suppress(OSError):
@@ -300,12 +304,12 @@ class PosixStorage:
             shutil.rmtree(path, ignore_errors=True)
 
     def _is_orphan(self, path: Path, step: int) -> bool:
-        """Whether a commit was set aside by a process that died before it put another in its place."""
+        """Return whether a commit was set aside by a process that died before it put another in its place."""
         replaced = (self.root / paths.commit_name(step)).exists()
         return not replaced and not path.name.endswith(f"-{PRUNED}") and (path / paths.MANIFEST).is_file()
 
 
-# Files on a disk: written once and flushed, read with a bound, never through a link.
+# Files on a disk: written once and flushed, read with a bound, never through a symbolic link.
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -318,14 +322,14 @@ class PosixWriter:
         self.size_bytes = 0
 
     def write(self, data: memoryview) -> None:
-        """Append all of `data`; raises OSError when the disk is full."""
+        """Append all of `data`; raise OSError if the disk is full."""
         while data:
             written = os.write(self._descriptor, data[:CHUNK_BYTES])
             self._start_write_back(written)
             data = data[written:]
 
     def _start_write_back(self, written: int) -> None:
-        """Have the kernel start on full chunks now, not at fsync: DONTNEED begins the write-back of dirty pages."""
+        """Start write-back of full chunks now instead of at fsync: DONTNEED begins the write-back of dirty pages."""
         begin = self.size_bytes // CHUNK_BYTES * CHUNK_BYTES
         self.size_bytes += written
         end = self.size_bytes // CHUNK_BYTES * CHUNK_BYTES
@@ -344,20 +348,23 @@ class PosixWriter:
 
 
 def write_synced_file(path: Path, data: bytes) -> None:
-    """A small new file, on the disk when this returns."""
+    """Write a small new file, which is on the disk when this returns."""
     with PosixWriter(path) as writer:
         writer.write(memoryview(data))
 
 
 def publish_file(path: Path, data: bytes) -> None:
-    """A small file that a waiting reader sees whole or not at all. Not flushed: it is for the living only."""
+    """Write a small file that a waiting reader sees complete or not at all.
+
+    It is not flushed, because only running ranks read it.
+    """
     hidden = path.with_name(f".{path.name}")
     hidden.write_bytes(data)
     hidden.replace(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Flush a folder, so that its file names survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -366,7 +373,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Swap two names in one moment (Linux 3.15); False where the file system or the C library cannot."""
+    """Swap two names atomically (Linux 3.15); return False if the file system or the C library cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -379,19 +386,22 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 
 class PosixReader:
-    """A plain file open for reading at any offset. Not a memory map: a failing disk must be an error, not a SIGBUS."""
+    """A regular file open for reading at any offset.
+
+    Not a memory map: a failing disk must be an error, not a SIGBUS.
+    """
 
     def __init__(self, path: Path) -> None:
-        # O_NONBLOCK: opening a pipe somebody left here must not hang; it has no effect on plain files.
+        # O_NONBLOCK: opening a pipe at this path must not hang; it has no effect on regular files.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        file_stat = os.fstat(self._descriptor)
+        if not stat.S_ISREG(file_stat.st_mode):
             os.close(self._descriptor)
             raise OSError(None, "it is not a plain file")
-        self.size_bytes = found.st_size
+        self.size_bytes = file_stat.st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset` on; raises OSError where the file ends early."""
+        """Fill `buffer` with the bytes from `offset`; raise OSError if the file ends early."""
         while buffer:
             count = os.preadv(self._descriptor, [buffer[:CHUNK_BYTES]], offset)
             if not count:
@@ -399,7 +409,7 @@ class PosixReader:
             buffer, offset = buffer[count:], offset + count
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
     def __enter__(self) -> PosixReader:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how it is restored: weights, optimizer, buffers, and a few numbers."""
+"""The state of a run in a checkpoint, and its restoration: weights, optimizer, buffers, and a few numbers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from phalanx.train.state.reader import CheckpointReader, StateSource, own_first,
 from phalanx.train.state.restore import prepare_restore
 from phalanx.units import plural
 
-UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
-MOST_REASON = 2048  # bytes of a reason that one rank tells all others
+# The last three: another program's manifest
+UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)
+MOST_REASON = 2048  # bytes of a reason that one rank sends to all others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """Where a run goes on: `step` steps are done. `warnings` tell of newer checkpoints that could not be used."""
+    """Result of a restore: `step` steps are done. `warnings` describe newer checkpoints that could not be used."""
 
     step: int = 0
-    data: str = ""  # digest of the tokens the checkpoint had learnt from
+    data: str = ""  # digest of the tokens the checkpoint was trained on
     warnings: tuple[str, ...] = ()
 
 
 def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str, run_id: str = "") -> dict[str, Any]:
-    """What a checkpoint keeps beside tensors. The sampler's place is the step: its order depends on nothing else."""
+    """Return a checkpoint's metadata. The sampler's position is the step, on which alone its order depends."""
     return {
         "step": step,
         "run": run_id,
@@ -56,7 +57,7 @@ def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str, run_id
 
 
 def _own_names(engine: Engine) -> dict[str, Any] | None:
-    """Of a network of the user's own: other names of tied tensors, and which tensors are buffers."""
+    """Return, for a user's own network, the other names of tied tensors, and the names of buffers."""
     if engine.outline is None:
         return None
     buffers = [name for name, spec in engine.outline.tensors.items() if not spec.is_parameter and spec.saved]
@@ -64,17 +65,17 @@ def _own_names(engine: Engine) -> dict[str, Any] | None:
 
 
 def checkpoint_shards(engine: Engine) -> list[TensorShard]:
-    """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
+    """Return everything a checkpoint stores of this rank: its shards of the model's state, and its private tensors."""
     return [*engine.state(), *private_shards(dist.get_rank(), engine.carried())]
 
 
 def checkpoint_rank_meta(engine: Engine) -> dict[str, Any]:
-    """What a checkpoint holds of each rank beside tensors."""
+    """Return each rank's metadata in a checkpoint: its random state."""
     return capture_random_state(engine.device)
 
 
 def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
-    """Load the replicas that memory holds; with warnings when a rank could not. All ranks must call this."""
+    """Load the replicas in memory; returns warnings if a rank could not. All ranks must call this."""
     failure = _load_state(engine, lambda: source, cast=False)
     if failure:
         return RestoredRun(warnings=(failure,))
@@ -84,20 +85,26 @@ def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
 def restore_newest_checkpoint(
     engine: Engine, root: Location | str, *, at_most: int | None = None, run_id: str = ""
 ) -> RestoredRun:
-    """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
+    """Load the newest checkpoint that is intact for every rank; step 0 if there is none. All ranks must call this.
 
-    `at_most` leaves out those of more steps: something went wrong after it. Those of another run than `run_id` come
-    last, and with a warning.
+    `at_most` excludes later steps, after which something went wrong. Checkpoints of another run than `run_id` come
+    last, with a warning.
     """
     warnings: list[str] = []
-    found = [one for one in sound_checkpoints(root, warnings) if at_most is None or one.step <= at_most]
-    found, foreign = own_first(found, run_id)
-    for checkpoint in found:
+    checkpoints = [
+        candidate for candidate in sound_checkpoints(root, warnings) if at_most is None or candidate.step <= at_most
+    ]
+    checkpoints, foreign = own_first(checkpoints, run_id)
+    for checkpoint in checkpoints:
         failure = _load_state(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
         if not failure:
             data = str(checkpoint.meta.get("data", ""))
-            said = [text for one, text in foreign.items() if one.step > checkpoint.step or one is checkpoint]
-            return RestoredRun(step=checkpoint.step, data=data, warnings=(*warnings, *said))
+            foreign_warnings = [
+                text
+                for candidate, text in foreign.items()
+                if candidate.step > checkpoint.step or candidate is checkpoint
+            ]
+            return RestoredRun(step=checkpoint.step, data=data, warnings=(*warnings, *foreign_warnings))
         warnings.append(failure)
     if warnings:
         raise _no_checkpoint_left(root, warnings)
@@ -105,9 +112,9 @@ def restore_newest_checkpoint(
 
 
 def _load_state(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str:
-    """Fill the engine from a source; empty when every rank has done so, else why it was not to be.
+    """Fill the engine from a source; return an empty string if every rank has done so, else the first failure.
 
-    Nothing has changed where the source was found wanting; where reading failed later, everything may have.
+    If a rank finds the source unusable beforehand, nothing has changed; if reading fails later, everything may have.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     weights, optimizer = engine.weights(), engine.optimizer.state()
@@ -115,13 +122,13 @@ def _load_state(engine: Engine, find: Callable[[], StateSource], *, cast: bool) 
     try:
         source = find()
         shards = [*weights, *optimizer, *engine.peer_state]
-        ready = prepare_restore(source, shards, cast=cast, rank=rank, world=world)
+        prepared = prepare_restore(source, shards, cast=cast, rank=rank, world=world)
     except UNREADABLE as error:
         failure = str(error) or type(error).__name__
-    if told := first_reason(failure, engine.device):
-        return told
+    if first_failure := first_reason(failure, engine.device):
+        return first_failure
     try:
-        ready.fill()
+        prepared.fill()
         _restore_beside_tensors(engine, optimizer, source)
     except UNREADABLE as error:
         failure = f"{type(error).__name__}: {error}"
@@ -130,31 +137,31 @@ def _load_state(engine: Engine, find: Callable[[], StateSource], *, cast: bool) 
 
 @torch.no_grad()
 def load_hf_weights(engine: Engine, folder: Path) -> None:
-    """Start from a Hugging Face folder: each rank reads the tensors it has a shard of, one at a time.
+    """Start from a Hugging Face folder: each rank reads the tensors of which it has a shard, one at a time.
 
-    A network of the user's own has its own names: those of its state_dict(), as `phalanx export` writes them.
+    A user's own network has its own names: those of its state_dict(), as `phalanx export` writes them.
     """
     if engine.outline is not None:
-        saved = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
-        held = {shard.name.removeprefix(PREFIX) for shard in engine.weights()}
-        values = read_named(folder, saved, wanted=held, others=engine.outline.tied)
+        shapes = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
+        names = {shard.name.removeprefix(PREFIX) for shard in engine.weights()}
+        values = read_named(folder, shapes, wanted=names, others=engine.outline.tied)
         copy_weights(values, engine.parts, engine.weights(), prefix=PREFIX)
         engine.publish()
         return
     shards: dict[str, list[TensorShard]] = {}
     for shard in engine.shards:
         shards.setdefault(shard.name, []).append(shard)
-    for name, whole in read_hf(folder, engine.shape, wanted=shards):
+    for name, tensor in read_hf(folder, engine.shape, wanted=shards):
         for shard in shards[name]:
-            part = whole
+            region = tensor
             for dim, (start, size) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
-                part = part.narrow(dim, start, size)
-            shard.tensor.copy_(part)
+                region = region.narrow(dim, start, size)
+            shard.tensor.copy_(region)
     engine.publish()
 
 
 def state_numbers(engine: Engine) -> dict[str, Any]:
-    """What the state of an engine has beside tensors, the same on every rank."""
+    """Return the numbers in an engine's state, which are the same on every rank."""
     return {
         "optimizer_steps": engine.optimizer.steps,
         "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
@@ -164,7 +171,7 @@ def state_numbers(engine: Engine) -> dict[str, Any]:
 
 
 def take_state_numbers(engine: Engine, optimizer: list[TensorShard], meta: Mapping[str, Any]) -> None:
-    """Go on from what `state_numbers` gave; the weights, and the `optimizer`'s state, are filled already."""
+    """Restore what `state_numbers` returned; the weights and the `optimizer`'s state have already been filled."""
     engine.optimizer.load({shard.name: shard.tensor for shard in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
@@ -180,9 +187,10 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
         engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random_state(source, rank=rank, world=world, device=engine.device)
-    own = source.index(rank if world == source.world else 0).meta.get("callbacks")  # each rank's, or rank 0's for all
+    # Each rank's own, or rank 0's for all
+    callback_state = source.index(rank if world == source.world else 0).meta.get("callbacks")
     engine.restored_extras = {
-        "callbacks": own or {},
+        "callbacks": callback_state or {},
         "data_position": meta.get("data_position"),
         "skipped_in_a_row": meta.get("skipped_in_a_row"),
     }
@@ -190,25 +198,26 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
 
 
 def first_reason(mine: str, device: torch.device) -> str:
-    """Why the lowest rank that failed did, on every rank alike; empty when none did. `mine` is this rank's reason.
+    """Return the reason of the lowest rank that failed, on every rank alike; empty if none did.
 
-    One that cannot read its part must not leave the others waiting, and what it could not read is worth a name.
+    The parameter is this rank's reason. So a rank that cannot read its part does not leave the others waiting, and
+    every rank can report the cause.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
     rank, world = dist.get_rank(), dist.get_world_size()
-    first = torch.tensor([rank if mine else world], device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    speaker = int(first.item())
-    if speaker == world:
+    lowest_failed = torch.tensor([rank if mine else world], device=device)
+    dist.all_reduce(lowest_failed, op=dist.ReduceOp.MIN)
+    failed_rank = int(lowest_failed.item())
+    if failed_rank == world:
         return ""
-    sent = torch.zeros(MOST_REASON, dtype=torch.uint8)
-    if rank == speaker:
+    message = torch.zeros(MOST_REASON, dtype=torch.uint8)
+    if rank == failed_rank:
         text = f"rank {rank}: {mine}".encode()[:MOST_REASON]
-        sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    sent = sent.to(device)
-    dist.broadcast(sent, src=speaker)
-    return sent.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    message = message.to(device)
+    dist.broadcast(message, src=failed_rank)
+    return message.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _no_checkpoint_left(root: Location | str, warnings: list[str]) -> SystemFailure:

@@ -1,1 +1,1 @@
-"""What a rank tells of itself while it trains: the inside of its steps, its machine, its neighbours."""
+"""Telemetry of a rank during training: step timelines, device sensors, latency to other ranks, gradient noise."""

@@ -1,14 +1,15 @@
-"""How long a rank computes in a step and how long it waits, and when its forwards and backwards were.
+"""Clocks that split a rank's step into computing and waiting, and time its forwards and backwards.
 
-On a CPU a rank waits while it is inside a wait for a collective, and all else is its own time, with or without a core:
-a rank whose core is shared, or that is stopped, holds up the others as much as one that computes slowly, also where
-that happens inside a wait (standstill.py). Beside it stands the processor time of the same stretch, so that the two can
-be told apart. Compiled code waits where nobody hears it: there the thread's own time is the work, and all else is
-waiting in which the process could have run. A GPU works while the host has long gone on, so
-marks are laid into its stream (CUDA events) and read after the step's one read of numbers, when all of them have
-passed: nothing waits for a mark. Approximate on GPUs: the optimizer's time is that of the step before, whose marks are
-read a step later; a gathered weight's copy into place counts as waiting; a device that idles because the host is slow
-counts as working, since no other rank is to blame.
+On a CPU a rank waits while it is inside a wait for a collective, and all other time is its own, with or without a
+core: a rank whose core is shared, or that is stopped, delays the others as much as one that computes slowly, also if
+that happens inside a wait (standstill.py). The processor time of the same span is recorded too, so that the two can
+be distinguished. Compiled code waits where no hook sees it: there the thread's processor time counts as work, and all
+other time as waiting in which the process could have run.
+
+A GPU computes asynchronously, so marks (CUDA events) are recorded in its stream and read after the step's one read of
+numbers, when all of them have passed: nothing waits for a mark. Approximations on GPUs: the optimizer's time is that
+of the previous step, whose marks are read a step later; copying a gathered weight into place counts as waiting; a
+device that idles because the host is slow counts as working, since no other rank causes it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from torch.distributed.pipelining import PipelineStage
 from phalanx.train.telemetry.collective_tap import marked_waits
 from phalanx.train.telemetry.standstill import Standstill
 
-WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank works; between them it waits
+# Phases in which a rank computes; between them it waits
+WORK = ("forward", "backward", "other", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPhase:
-    """A stretch of a step, from the step's begin."""
+    """A span of a step, in seconds from the step's begin."""
 
     kind: str
     start_s: float
@@ -44,50 +46,51 @@ class StepPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """What a clock says of a step."""
+    """A clock's measurement of one step."""
 
     compute_s: float
     wait_s: float
     phases: tuple[StepPhase, ...]
-    cpu_s: float | None = None  # processor time of `compute_s`; None where a device computes
-    core_wait_s: float | None = None  # for which the thread could have run and had no core
+    cpu_s: float | None = None  # processor time during `compute_s`; None where a device computes
+    core_wait_s: float | None = None  # time in which the thread could have run but had no core
 
 
 class StepClock(Protocol):
-    """Begin, phases, settle, end: in this order in every step, inside `observe_waits`."""
+    """Interface of step clocks: begin, phases, settle, end, in this order in every step, inside `observe_waits`."""
 
     def observe_waits(self) -> AbstractContextManager[None]:
-        """Around a step: also count waits that nobody marks."""
+        """Return a context around a step that also counts waits without an explicit `stall`."""
 
     def begin(self) -> None:
-        """The step begins."""
+        """Start the step."""
 
     def phase(self, kind: str) -> AbstractContextManager[None]:
-        """Around a piece of work."""
+        """Return a context around a piece of work."""
 
     def stall(self) -> AbstractContextManager[None]:
-        """Around a wait for others inside a phase."""
+        """Return a context around a wait for other ranks inside a phase."""
 
     def settle(self) -> None:
-        """Before the numbers of the step are read."""
+        """Mark the point at which the step's numbers are about to be read."""
 
     def end(self) -> StepTime:
-        """After everything."""
+        """Finish the step, and return its measurement."""
 
 
 class CoreWait:
-    """Seconds that this thread was ready to run and another had the core, as Linux counts them."""
+    """Seconds that this thread was ready to run but had no core, as counted by Linux."""
 
     def __init__(self) -> None:
         self._file = -1
-        try:  # not there on other systems, nor in kernels built without it
+        # Missing on other systems, and in kernels built without it
+        try:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
         except OSError:
             pass
 
     def __call__(self) -> float | None:
-        """Since the thread began; None where the kernel does not say."""
+        """Return the seconds since the thread began; None if the kernel does not provide them."""
         try:
             return int(os.pread(self._file, 100, 0).split()[1]) / 1e9
         except (OSError, ValueError, IndexError):
@@ -95,7 +98,7 @@ class CoreWait:
 
 
 class HostClock:
-    """For CPUs."""
+    """Step clock for CPUs."""
 
     def __init__(
         self,
@@ -115,11 +118,11 @@ class HostClock:
         self._began_stood_s = 0.0
 
     def observe_waits(self) -> AbstractContextManager[None]:
-        """Around a step."""
+        """Return a context around a step that counts waits for collectives."""
         return nullcontext() if self._compiled else marked_waits(self._stall)
 
     def begin(self) -> None:
-        """The step begins."""
+        """Start the step."""
         self._phases, self._waited_s = [], 0.0
         if self._standstill is not None:
             self._standstill.begin()
@@ -129,7 +132,7 @@ class HostClock:
 
     @contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Around a piece of work."""
+        """Time a piece of work."""
         start_s = self._now()
         try:
             yield
@@ -137,14 +140,14 @@ class HostClock:
             self._phases.append(StepPhase(kind=kind, start_s=start_s - self._began_s, duration_s=self._now() - start_s))
 
     def stall(self) -> AbstractContextManager[None]:
-        """Around a wait for others, wherever it is."""
+        """Return a context around a wait for other ranks, inside a phase or not."""
         return self._stall
 
     def settle(self) -> None:
-        """Nothing runs behind the host's back."""
+        """Do nothing: no work runs asynchronously to the host."""
 
     def end(self) -> StepTime:
-        """After everything."""
+        """Finish the step, and return its measurement."""
         cpu_s, wall_s = self._worked() - self._began_worked_s, self._now() - self._began_s
         core_s, before_s = self._core_wait(), self._began_core_s
         wait_s = max(0.0, wall_s - cpu_s) if self._compiled else min(self._waited_s, wall_s)
@@ -162,7 +165,7 @@ class HostClock:
 
 
 class _HostStall:
-    """Adds up what a HostClock's rank waits; a wait inside a wait counts once."""
+    """Sums the waiting time of a HostClock's rank; nested waits count once."""
 
     def __init__(self, clock: HostClock) -> None:
         self._clock = weakref.proxy(clock)
@@ -170,7 +173,7 @@ class _HostStall:
 
     @property
     def is_open(self) -> bool:
-        """Whether the rank waits now."""
+        """True while the rank waits."""
         return self._depth > 0
 
     def __enter__(self) -> None:
@@ -185,41 +188,43 @@ class _HostStall:
 
 
 def _is_waiting(stall: _HostStall, *, compiled: bool) -> Callable[[], bool]:
-    """Whether a standstill would be taken for waiting: in a wait, and in compiled code anywhere."""
+    """Return a function that is true in a wait, and always for compiled code, where a standstill looks like one."""
     return lambda: compiled or stall.is_open
 
 
 class Mark(Protocol):
-    """A CUDA event, or a stand-in."""
+    """Interface of a CUDA event, or of its replacement in tests."""
 
     def record(self) -> None:
-        """Lay it into the stream."""
+        """Record the mark in the current stream."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to another mark; both must have passed."""
+        """Return the milliseconds to another mark; both must have passed."""
 
 
 def cuda_mark() -> Mark:
-    """An event that keeps its time."""
+    """Return a CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 class DeviceClock:
-    """For GPUs: marks in the stream of the step."""
+    """Step clock for GPUs, by marks in the stream of the step."""
 
     def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
         self._mark = mark
         self._begin = self._settled = self._lay_mark()
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._stalls: list[tuple[Mark, Mark]] = []
-        self._late: list[tuple[str, Mark, Mark]] = []  # of this step's end, not passed when it is over
-        self._before: list[tuple[str, Mark, Mark]] = []  # the same of the last step
+        # Phases after `settle`, which have not passed at the step's end
+        self._late: list[tuple[str, Mark, Mark]] = []
+        # Such phases of the previous step
+        self._before: list[tuple[str, Mark, Mark]] = []
         self._closing, self._depth = False, 0
         self._core_wait = CoreWait()
         self._began_core_s: float | None = None
 
     def observe_waits(self) -> AbstractContextManager[None]:
-        """Nothing to count: the host's waits say nothing about the device."""
+        """Return an empty context: waits of the host do not show waits of the device."""
         return nullcontext()
 
     def _lay_mark(self) -> Mark:
@@ -228,26 +233,26 @@ class DeviceClock:
         return mark
 
     def begin(self) -> None:
-        """The step begins."""
+        """Start the step."""
         self._phases, self._stalls, self._closing, self._depth = [], [], False, 0
         self._begin = self._lay_mark()
         self._began_core_s = self._core_wait()
 
     @contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Around a piece of work; after `settle` its marks are read with the next step's."""
-        into = self._late if self._closing else self._phases
+        """Mark a piece of work; the marks of phases after `settle` are read with the next step's."""
+        marks = self._late if self._closing else self._phases
         start = self._lay_mark()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            into.append((kind, start, self._lay_mark()))
+            marks.append((kind, start, self._lay_mark()))
 
     @contextmanager
     def stall(self) -> Iterator[None]:
-        """Around a wait for others inside a phase; between phases all is waiting anyway."""
+        """Mark a wait for other ranks inside a phase; time between phases counts as waiting anyway."""
         if not self._depth:
             yield
             return
@@ -258,31 +263,31 @@ class DeviceClock:
             self._stalls.append((start, self._lay_mark()))
 
     def settle(self) -> None:
-        """Before the numbers of the step are read: everything before this mark has passed when they are there."""
+        """Record a mark; when the step's numbers have been read, everything before it has passed."""
         self._settled = self._lay_mark()
         self._before, self._late, self._closing = self._late, [], True
 
     def end(self) -> StepTime:
-        """After the read."""
+        """Read the marks, and return the step's measurement; call it after the read of numbers."""
         phases = [
             StepPhase(kind=kind, start_s=_seconds_between(self._begin, start), duration_s=_seconds_between(start, end))
             for kind, start, end in self._phases
         ]
         stalls_s = sum(_seconds_between(start, end) for start, end in self._stalls)
-        late_s = sum(_seconds_between(start, end) for _, start, end in self._before)
+        previous_update_s = sum(_seconds_between(start, end) for _, start, end in self._before)
         total_s = _seconds_between(self._begin, self._settled)
         worked_s = max(0.0, sum(phase.duration_s for phase in phases) - stalls_s)
         phases += self._update_phases(total_s)
         core_s, before_s = self._core_wait(), self._began_core_s
         return StepTime(
-            compute_s=worked_s + late_s,
+            compute_s=worked_s + previous_update_s,
             wait_s=max(0.0, total_s - worked_s),
             phases=tuple(phases),
             core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
         )
 
     def _update_phases(self, from_s: float) -> Iterator[StepPhase]:
-        """The last step's update, where this step's will be."""
+        """Yield the phases of the previous step's update, placed where this step's will be."""
         for kind, start, end in self._before:
             length_s = _seconds_between(start, end)
             yield StepPhase(kind=kind, start_s=from_s, duration_s=length_s)
@@ -294,12 +299,12 @@ def _seconds_between(start: Mark, end: Mark) -> float:
 
 
 def clock_of(device: torch.device, *, compiled: bool = False) -> StepClock:
-    """The clock of a device."""
+    """Return the clock for a device."""
     return DeviceClock() if device.type == "cuda" else HostClock(compiled=compiled)
 
 
 def time_stage(stage: PipelineStage, clock: StepClock) -> None:
-    """Mark the forwards and backwards that a pipeline's schedule calls."""
+    """Time the forwards and backwards that a pipeline's schedule calls."""
     for name, kind in (
         ("forward_one_chunk", "forward"),
         ("backward_one_chunk", "backward"),
@@ -309,15 +314,15 @@ def time_stage(stage: PipelineStage, clock: StepClock) -> None:
 
 
 def time_gathers(groups: Iterable[Any], clock: StepClock) -> None:
-    """Mark where FSDP2 waits for gathered weights."""
+    """Count FSDP2's waits for gathered weights as stalls."""
     for group in groups:
         _wrap_method(group, "wait_for_unshard", clock.stall)
 
 
 def _wrap_method(owner: Any, name: str, mark: Callable[[], AbstractContextManager[None]]) -> None:
-    """Put a mark around a method of one object.
+    """Wrap a method of one object in the context that `mark` returns.
 
-    Weakly: an object that held itself would outlive its last user, a stage with all its receive buffers.
+    The reference is weak, because a cycle would keep the object alive, such as a stage with all its receive buffers.
     """
     method = WeakMethod(getattr(owner, name))
 
@@ -330,14 +335,18 @@ def _wrap_method(owner: Any, name: str, mark: Callable[[], AbstractContextManage
     setattr(owner, name, run)
 
 
-# How long torch has compiled so far in this process.
+# Time that torch has spent compiling in this process.
 
 
-PARTS = ("entire_frame_compile", "entire_backward_compile")  # what torch itself adds up to its whole (2.11 to 2.13)
+PARTS = (
+    "entire_frame_compile",
+    "entire_backward_compile",
+)  # the parts of which torch computes its total (2.11 to 2.13)
 
 
 def compiled_s() -> float:
-    """Seconds since the process began; 0 where nothing was compiled, or torch counts in another way."""
-    counters = sys.modules.get("torch._dynamo.utils")  # importing it costs seconds: whoever compiles has done so
+    """Return the seconds of compilation in this process; 0 if none, or if torch's counters differ."""
+    # Importing it takes seconds, and any code that compiles has imported it
+    counters = sys.modules.get("torch._dynamo.utils")
     spent_ns = getattr(counters, "cumulative_time_spent_ns", {})
-    return float(sum(spent_ns.get(part, 0) for part in PARTS)) / 1e9
+    return float(sum(spent_ns.get(phase, 0) for phase in PARTS)) / 1e9

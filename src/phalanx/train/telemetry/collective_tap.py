@@ -1,9 +1,9 @@
-"""Listens to every collective of one step: what it was, how large, on which group, from when to when.
+"""Recording of every collective of one step: operation, size, group, begin and end.
 
-Between steps nothing of it is in place. For the length of a sampled step the methods of torch's process groups are
-wrapped, and with them the functional collectives that DTensor calls; both call on as before. On a CPU a collective ends
-when torch says that it is done, or when the first wait for it returns. Compiled graphs call functional collectives
-without coming by here.
+Between steps nothing is installed. For a sampled step the methods of torch's process groups are wrapped, and with
+them the functional collectives that DTensor calls; both still call the originals. On a CPU a collective ends when
+torch reports it complete, or when the first wait for it returns. Compiled graphs call functional collectives without
+passing through the wrappers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from phalanx.train.tracing.operators import WORDS, payload_of, tensors_of
 
-# Of torch 2.11 to 2.13; those a version lacks are left out.
+# Method names of torch 2.11 to 2.13; those that a version lacks are skipped.
 METHODS = [
     "allreduce",
     "allreduce_coalesced",
@@ -62,49 +62,54 @@ FUNCTIONAL = [
 
 @dataclass(kw_only=True, slots=True)
 class TappedCollective:
-    """One collective; filled in while it runs."""
+    """One collective, completed while it runs."""
 
     op: str
     nbytes: int
-    group: str  # torch's name of it
+    group: str  # torch's name of the group
     start_s: float
     end_s: float
 
 
 class CollectiveTap:
-    """The calls of a step. `functional` also hears DTensor's, which must not be while something compiles."""
+    """Records the collectives of a step.
+
+    `functional` includes DTensor's, which must be off while torch.compile runs.
+    """
 
     def __init__(self, *, functional: bool, now: Callable[[], float] = time.perf_counter) -> None:
         self._functional, self._now = functional, now
         self.calls: list[TappedCollective] = []
         self._waited: dict[
             int, TappedCollective
-        ] = {}  # by identity of torch's work, or by address of the tensor that will be
+            # By identity of torch's work, or by address of the tensor that will be complete
+        ] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear everything inside; everything is as it was afterwards."""
-        undo: list[tuple[Any, str, Any]] = []
+        """Record every collective inside the context; remove all wrappers afterwards."""
+        originals: list[tuple[Any, str, Any]] = []
 
-        def put(place: Any, name: str, make: Callable[[Any], Any]) -> None:
-            whole = getattr(place, name, None)
-            if whole is not None:
-                undo.append((place, name, vars(place)[name]))  # not `whole`: put back, it would forget its group
-                setattr(place, name, make(whole))
+        def replace_attribute(place: Any, name: str, make: Callable[[Any], Any]) -> None:
+            original = getattr(place, name, None)
+            if original is not None:
+                # Not `original`: a method restored from it would no longer get its process group
+                originals.append((place, name, vars(place)[name]))
+                setattr(place, name, make(original))
 
         try:
             for name in METHODS:
-                put(ProcessGroup, name, partial(self._tap_method, _operation_name(name)))
-            put(Work, "wait", self._tap_wait)
+                replace_attribute(ProcessGroup, name, partial(self._tap_method, _operation_name(name)))
+            replace_attribute(Work, "wait", self._tap_wait)
             if self._functional:
                 space = torch.ops._c10d_functional
                 for name in FUNCTIONAL:
-                    put(space, name, partial(self._tap_function, _operation_name(name)))
-                put(space, "wait_tensor", self._wait_tensor)
+                    replace_attribute(space, name, partial(self._tap_function, _operation_name(name)))
+                replace_attribute(space, "wait_tensor", self._wait_tensor)
             yield
         finally:
-            for place, name, whole in reversed(undo):
-                setattr(place, name, whole)
+            for owner, name, original in reversed(originals):
+                setattr(owner, name, original)
             self._waited.clear()
 
     def _begin_call(self, op: str, group: str, args: Any, out: Any) -> TappedCollective:
@@ -123,7 +128,8 @@ class CollectiveTap:
             self._end_call(call)
             if work is not None:
                 self._waited[id(work)] = call
-                with suppress(RuntimeError, ValueError):  # sends and receives have no future: their wait tells
+                # Sends and receives have no future: the wait for them ends the call
+                with suppress(RuntimeError, ValueError):
                     work.get_future().add_done_callback(lambda _: self._end_call(call))
             return work
 
@@ -131,11 +137,11 @@ class CollectiveTap:
 
     def _tap_wait(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(work: Any, *args: Any, **kwargs: Any) -> Any:
-            done = whole(work, *args, **kwargs)
+            result = whole(work, *args, **kwargs)
             call = self._waited.pop(id(work), None)
             if call is not None and call.op in ("send", "receive"):
                 self._end_call(call)
-            return done
+            return result
 
         return run
 
@@ -155,24 +161,24 @@ class CollectiveTap:
 
     def _wait_tensor(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensor: torch.Tensor) -> Any:
-            done = whole(tensor)
+            result = whole(tensor)
             call = self._waited.pop(tensor.data_ptr(), None)
             if call is not None:
                 self._end_call(call)
-            return done
+            return result
 
         return _Packet(whole, run)
 
 
 @contextmanager
 def marked_waits(stall: AbstractContextManager[None]) -> Iterator[None]:
-    """Put `stall` around every wait of this thread for a collective inside; not where something compiles.
+    """Enter `stall` around every wait of this thread for a collective inside the context; not for compiled code.
 
-    Costs about a microsecond a wait. Other threads wait unmarked: what they wait for does not hold the step up.
+    Costs about a microsecond per wait. Waits of other threads are not marked, because they do not delay the step.
     """
     thread = threading.get_ident()
 
-    def around(whole: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_wait(whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return whole(*args, **kwargs)
@@ -183,21 +189,21 @@ def marked_waits(stall: AbstractContextManager[None]) -> Iterator[None]:
 
     space = torch.ops._c10d_functional
     methods = [
-        (Work, "wait", around(Work.wait)),
-        (space, "wait_tensor", _Packet(space.wait_tensor, around(space.wait_tensor))),
+        (Work, "wait", wrap_wait(Work.wait)),
+        (space, "wait_tensor", _Packet(space.wait_tensor, wrap_wait(space.wait_tensor))),
     ]
-    before = [(place, name, vars(place)[name]) for place, name, _ in methods]
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in methods]
     try:
-        for place, name, marked in methods:
-            setattr(place, name, marked)
+        for owner, name, wrapped in methods:
+            setattr(owner, name, wrapped)
         yield
     finally:
-        for place, name, whole in before:
-            setattr(place, name, whole)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 class _Packet:
-    """Stands in for one of torch's operators: called it is ours, looked into it is torch's."""
+    """A replacement for one of torch's operators: calls go to the wrapper, attributes come from the operator."""
 
     def __init__(self, whole: Any, run: Callable[..., Any]) -> None:
         self._whole, self._run = whole, run
@@ -210,14 +216,14 @@ class _Packet:
 
 
 def _operation_name(name: str) -> str:
-    plain = name.replace("_", "")
-    return next(word for part, word in WORDS if part in plain)
+    letters = name.replace("_", "")
+    return next(word for pattern, word in WORDS if pattern in letters)
 
 
-# When NCCL's kernels ran in one step: on a GPU the host's clock says nothing about a collective.
+# Times of NCCL's kernels in one step: on a GPU the host's clock does not show when a collective runs.
 
 
-# Part of a kernel's name -> what we call it. Sends, receives and all-to-alls are one kind of kernel to NCCL.
+# Part of a kernel's name -> the name in events. NCCL runs sends, receives and all-to-alls with one kind of kernel.
 KERNEL_WORDS = (
     ("AllReduce", "all-reduce"),
     ("AllGather", "all-gather"),
@@ -240,50 +246,60 @@ class Kernel:
 
 @contextmanager
 def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
-    """Records what NCCL runs inside; the list is filled at the end. Both ends wait for the device."""
+    """Record the kernels that NCCL runs inside; the list is filled at the end. Begin and end synchronize the device."""
     from torch.profiler import ProfilerActivity, profile
 
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     torch.cuda.synchronize(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that events of one recording are not kept for the next, as we want it
-        made = profile(activities=[ProfilerActivity.CUDA], acc_events=False)  # True costs half a second a step (H200)
-    with made as recording:
+        # The warning that events are not kept for the next recording, which is intended
+        warnings.simplefilter("ignore")
+        profiler = profile(
+            activities=[ProfilerActivity.CUDA], acc_events=False
+        )  # True costs half a second a step (H200)
+    with profiler as recording:
         began_ns = time.time_ns()
-        yield found
+        yield kernels
         torch.cuda.synchronize(device)
     results = recording.profiler.kineto_results if recording.profiler is not None else None
     for event in results.events() if results is not None else ():
         op = op_of(event.name())
         if op:
             start_s = (event.start_ns() - began_ns) / 1e9
-            found.append(Kernel(op=op, start_s=start_s, duration_s=event.duration_ns() / 1e9))
-    found.sort(key=lambda kernel: kernel.start_s)
+            kernels.append(Kernel(op=op, start_s=start_s, duration_s=event.duration_ns() / 1e9))
+    kernels.sort(key=lambda kernel: kernel.start_s)
 
 
 def op_of(kernel: str) -> str:
-    """Our word for a kernel of NCCL; empty for every other."""
+    """Return the event name of an NCCL kernel; empty for every other kernel."""
     if not kernel.startswith("nccl"):
         return ""
-    return next((word for part, word in KERNEL_WORDS if part in kernel), "other")
+    return next((word for pattern, word in KERNEL_WORDS if pattern in kernel), "other")
 
 
 def timed_by(kernels: Sequence[Kernel], calls: Sequence[TappedCollective], *, began_s: float) -> list[TappedCollective]:
-    """The host's calls with the times of their kernels: the n-th call of a kind is its n-th kernel.
+    """Return the host's calls with the times of their kernels: the n-th call of a kind is its n-th kernel.
 
-    Where their numbers differ (sends and receives posted together are one kernel, a group of one runs none) the kernels
-    stand for themselves, without bytes; the calls stay where the host made them and take no time.
+    If their numbers differ (sends and receives posted together are one kernel, a group of one rank runs none), the
+    kernels are listed separately, without bytes; the calls stay where the host made them and take no time.
     """
     timed: list[TappedCollective] = []
     for op in dict.fromkeys([_kernel_of(call) for call in calls] + [kernel.op for kernel in kernels]):
-        asked = [call for call in calls if _kernel_of(call) == op]
-        ran = [kernel for kernel in kernels if kernel.op == op]
-        spans = [(began_s + kernel.start_s, began_s + kernel.start_s + kernel.duration_s) for kernel in ran]
-        if len(asked) == len(ran):
-            timed += [replace(call, start_s=s, end_s=e) for call, (s, e) in zip(asked, spans, strict=True)]
+        matching_calls = [call for call in calls if _kernel_of(call) == op]
+        matching_kernels = [kernel for kernel in kernels if kernel.op == op]
+        spans = [
+            (began_s + kernel.start_s, began_s + kernel.start_s + kernel.duration_s) for kernel in matching_kernels
+        ]
+        if len(matching_calls) == len(matching_kernels):
+            timed += [
+                replace(call, start_s=start_s, end_s=end_s)
+                for call, (start_s, end_s) in zip(matching_calls, spans, strict=True)
+            ]
         else:
-            timed += [replace(call, end_s=call.start_s) for call in asked]
-            timed += [TappedCollective(op=op, nbytes=0, group="", start_s=s, end_s=e) for s, e in spans]
+            timed += [replace(call, end_s=call.start_s) for call in matching_calls]
+            timed += [
+                TappedCollective(op=op, nbytes=0, group="", start_s=start_s, end_s=end_s) for start_s, end_s in spans
+            ]
     return timed
 
 

@@ -1,6 +1,6 @@
-"""The monitor: a thread beside the training of a rank that looks at its device now and then and writes it down.
+"""The monitor: a background thread of a rank that samples its device at intervals and writes events.
 
-It never holds up a step: the training neither waits for it nor hears of what goes wrong in it.
+It never delays a step: training neither waits for it nor receives its errors.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from phalanx.train.telemetry.sharing import (
     exchange_cards,
 )
 
-LEAVE_S = 0.5  # that the end of a membership waits for the last sample; a driver that hangs is left behind
+# Seconds that the end of a membership waits for the last sample; a driver that hangs is not waited for
+LEAVE_S = 0.5
 
 
 class Monitor:
-    """Of one rank in one membership. `sensors` is called in the thread: a driver may be slow to answer."""
+    """Monitor of one rank in one membership. `sensors` is called in the thread, because a driver may be slow."""
 
     def __init__(
         self,
@@ -53,28 +54,30 @@ class Monitor:
     ) -> None:
         self._events, self._sensors, self._sharers = events, sensors, sharers
         self._interval_s, self._generation = interval_s, generation
-        self._energy_j: float | None = None  # of this membership, with the time before it in which nobody looked
+        # Of this membership, including the time before it since the last sample
+        self._energy_j: float | None = None
         self._closing, self._abandoned = threading.Event(), False
-        self.trouble = ""  # the first thing that went wrong
+        # The first error
+        self.trouble = ""
         self._thread = threading.Thread(target=self._run_thread, name="monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Take a last sample and end, soon; calling it twice is fine."""
+        """Take a last sample and end the thread, waiting at most LEAVE_S; may be called twice."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(LEAVE_S)
         self._abandoned = True
 
     def _run_thread(self) -> None:
-        found = self._try_once(self._sensors)
-        while found is not None:
-            ended = self._closing.wait(min(self._interval_s, threading.TIMEOUT_MAX))
-            self._try_once(lambda: self._write_sample(found))
-            if ended:
+        sensors = self._try_once(self._sensors)
+        while sensors is not None:
+            is_closing = self._closing.wait(min(self._interval_s, threading.TIMEOUT_MAX))
+            self._try_once(lambda: self._write_sample(sensors))
+            if is_closing:
                 return
 
     def _write_sample(self, sensors: Sensors) -> None:
@@ -85,7 +88,7 @@ class Monitor:
             self._events.write("monitor", epoch=self._generation, **{**asdict(reading), "energy_j": self._energy_j})
 
     def _try_once(self, act: Callable[[], Any]) -> Any:
-        """Do it; whatever goes wrong is told once in the rank's log, and the training goes on."""
+        """Call `act`; print the first error to the rank's log and return None on any error."""
         try:
             return act()
         except Exception as error:
@@ -95,27 +98,27 @@ class Monitor:
             return None
 
 
-# What runs beside the training of a rank, started and ended together: the monitor and the pings between peers.
+# Background work of a rank, started and ended together: the monitor and the pings between peers.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRendezvous:
-    """How the ranks of a membership ping each other: where they tell their addresses, and what they prove."""
+    """Rendezvous for the pings of a membership: the store for addresses, and the secret that authenticates packets."""
 
     store: Store
     secret: bytes
-    address: str  # this rank's own
+    address: str  # this rank's address
 
 
 class SensorCache:
-    """The sensors of a process, made when first asked for: in the monitor's thread, where a driver may be slow."""
+    """The sensors of a process, created at first use: in the monitor's thread, where a driver may be slow."""
 
     def __init__(self) -> None:
         self._made: Sensors | None = None
         self._lock = threading.Lock()
 
     def of(self, device: torch.device, power_w: float) -> Sensors:
-        """The same ones in every membership: counters go on."""
+        """Return the same sensors in every membership, so that counters continue."""
         with self._lock:
             if self._made is None:
                 self._made = sensors_of(device, power_w=power_w)
@@ -134,7 +137,7 @@ def monitored_rank(
     generation: int,
     sharers: Sharers,
 ) -> Iterator[None]:
-    """Watch this rank for the length of the block; what cannot be started is told and left out."""
+    """Monitor this rank during the block; write a remark event for anything that cannot be started."""
     with ExitStack() as stack:
         try:
             monitor = Monitor(events, sensors, sharers=sharers, interval_s=telemetry.interval_s, generation=generation)
@@ -162,51 +165,59 @@ def monitored_rank(
 
 
 def write_remark(events: EventWriter, what: str, error: Exception) -> None:
-    """Write down what this membership goes without, and why."""
-    why = (redact(str(error), os.environ).splitlines() or ["no message"])[0]
-    events.write("remark", step=None, text=f"{what} ({type(error).__name__}: {why}); training goes on")
+    """Write an event about a function this membership lacks, with the error that caused it."""
+    message = (redact(str(error), os.environ).splitlines() or ["no message"])[0]
+    events.write("remark", step=None, text=f"{what} ({type(error).__name__}: {message}); training goes on")
 
 
 def meet_peers(
     store: Store, environ: Mapping[str, str], device: torch.device, events: EventWriter
 ) -> tuple[PeerRendezvous | None, Sharers]:
-    """Without an agent: ranks tell each other where they are, and rank 0 a secret, as unprotected as every collective.
+    """Exchange addresses and a secret among ranks started without an agent.
 
-    Every rank calls this, and listens on the address that leads to MASTER_ADDR.
+    Returns the rendezvous and the host's sharers. Every rank calls this, and listens on its address on the route to
+    MASTER_ADDR. Rank 0's secret is sent unprotected, as every collective is. If the exchange fails, returns no
+    rendezvous.
     """
     master = environ.get("MASTER_ADDR", "127.0.0.1")
     card = card_of(device, address=_address_towards(master), secret=secrets.token_bytes(SECRET_BYTES))
     try:
         cards = exchange_cards(card)
-    except Exception as error:  # the group is broken: training will say so itself
+    # The group is broken: training will report it
+    except Exception as error:
         write_remark(events, "who shares this host is not known", error)
         return None, Sharers()
     secret = cards[0].secret
-    # A launcher that starts its ranks again may keep the store, and in it the addresses of the ranks before.
+    # A launcher that restarts its ranks may keep the store, with the addresses of the previous ranks.
     attempt = hashlib.sha256(secret).hexdigest()[:16]
     address = _reachable_address(card, cards)
-    if is_loopback_host(address) and any(one.host != card.host for one in cards):
+    if is_loopback_host(address) and any(other_card.host != card.host for other_card in cards):
         text = f"{master} leads to {address} here, which no other host reaches: pings from there will be lost"
         events.write("remark", step=None, text=text)
     return PeerRendezvous(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
 
 
 def _reachable_address(card: DeviceCard, cards: Sequence[DeviceCard]) -> str:
-    """This rank's address for the others.
+    """Return the address at which the other ranks reach this rank.
 
-    The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is then the one that leads
-    to a rank elsewhere.
+    The first host often resolves its own name to 127.0.1.1 (Debian's /etc/hosts); then the address on the route to a
+    rank on another host is used.
     """
     if not is_loopback_host(card.address):
         return card.address
-    far = (one.address for one in cards if one.host != card.host and not is_loopback_host(one.address))
-    return next((found for found in map(_address_towards, filter(None, far))), card.address)
+    remote_addresses = (
+        other_card.address
+        for other_card in cards
+        if other_card.host != card.host and not is_loopback_host(other_card.address)
+    )
+    return next((address for address in map(_address_towards, filter(None, remote_addresses))), card.address)
 
 
 def _address_towards(host: str) -> str:
     with suppress(OSError, UnicodeError):
-        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect(place)  # sends nothing: only the route is looked up
-            return str(asking.getsockname()[0])
+        family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: only the route is looked up
+            probe.connect(destination)
+            return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -1,8 +1,8 @@
-"""Peer latency: every rank pings its next neighbour on each axis of the mesh, beside the training.
+"""Peer latency: every rank pings its next neighbour on each axis of the mesh during training.
 
-A ping is a datagram of 64 bytes, signed with the run's secret; who gets an authentic one of its own generation sends
-it back with the time it held it. Both arrivals are stamped by the kernel, so neither the scheduler nor Python's lock,
-which on a busy rank take milliseconds, are in the measured time:
+A ping is a datagram of 64 bytes, signed with the run's secret; a rank that receives an authentic one of its
+generation returns it with the time it held it. The kernel timestamps both arrivals, so neither the scheduler nor
+Python's lock, which take milliseconds on a busy rank, are in the measured time:
 
     round trip = (answer arrived - ping sent) - (answer sent - ping arrived)      one clock in each bracket
 """
@@ -26,56 +26,58 @@ from phalanx.record.events import EventWriter
 from phalanx.train.parallel.dims import ParallelDims
 
 MAGIC = b"PHXp"
-# magic, kind, generation, from, to, nonce, nanoseconds the other side held it; then the HMAC, cut to 16 bytes.
+# Magic, kind, generation, from, to, nonce, nanoseconds that the other side held it; then the HMAC, cut to 16 bytes.
 BODY = struct.Struct("!4sBQII16sQ3x")
 MAC_BYTES = 16
 PING, PONG = 0, 1
 PACKET_BYTES = BODY.size + MAC_BYTES
-_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python does not define it
 _TIMESPEC = struct.Struct("@qq")
 PINGS = 30  # to each peer between two events
-VOLLEY = 3  # of them at once: to wake a thread costs more than to send
+VOLLEY = 3  # pings sent together: waking a thread costs more than sending
 LEAST_PAUSE_S = 0.1
-LOST_S = 10.0  # without an answer
-BURST = 64  # datagrams taken at a time
-PENANCE_S = 0.05  # after a burst with strangers' datagrams: at most 1,280 of them are looked at in a second
-LEAVE_S = 0.5  # that the end of a membership waits for the thread, which a store that hangs may hold
-FIND_S = 60.0  # for a neighbour to say where it listens
+LOST_S = 10.0  # seconds without an answer
+BURST = 64  # datagrams received at a time
+# Pause after a burst with unauthentic datagrams, which limits them to 1,280 per second
+PENANCE_S = 0.05
+# Seconds that the end of a membership waits for the thread, which a hanging store may block
+LEAVE_S = 0.5
+FIND_S = 60.0  # seconds for a neighbour to publish its address
 AXES = ("tensor", "context", "data", "pipeline")
 
 
 class Directory(Protocol):
-    """Where ranks tell each other their addresses: torch's store of the membership."""
+    """Interface of the store in which ranks publish their addresses: torch's store of the membership."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Write."""
+        """Write a value."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all are there; never waits."""
+        """Return whether all keys exist, without waiting."""
 
     def get(self, key: str, /) -> bytes:
-        """Read what is there."""
+        """Read an existing value."""
 
 
 def ring_neighbours(rank: int, dims: ParallelDims) -> dict[str, int]:
-    """The next rank on every axis of more than one, around the ring.
+    """Return the next rank on every axis with more than one rank, in ring order.
 
     >>> ring_neighbours(3, ParallelDims(pipeline=2, data=2))
     {'data': 2, 'pipeline': 1}
     """
-    found, stride = {}, 1
+    neighbours, stride = {}, 1
     for axis in AXES:  # fastest-varying first
         size: int = getattr(dims, axis)
         place = rank // stride % size
         if size > 1:
-            found[axis] = rank + ((place + 1) % size - place) * stride
+            neighbours[axis] = rank + ((place + 1) % size - place) * stride
         stride *= size
-    return found
+    return neighbours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packet:
-    """What a ping or its answer says."""
+    """The content of a ping or its answer."""
 
     kind: int
     generation: int
@@ -85,13 +87,13 @@ class Packet:
     held_ns: int = 0
 
     def encode(self, key: bytes) -> bytes:
-        """Signed bytes."""
+        """Return the signed bytes."""
         body = BODY.pack(MAGIC, self.kind, self.generation, self.source, self.target, self.nonce, self.held_ns)
         return body + _packet_mac(key, body)
 
     @classmethod
     def decode(cls, data: bytes, key: bytes) -> Packet | None:
-        """The packet in authentic bytes, else None."""
+        """Return the packet in authentic bytes, else None."""
         if len(data) != PACKET_BYTES or data[:4] != MAGIC:
             return None
         body, mac = data[: BODY.size], data[BODY.size :]
@@ -107,32 +109,33 @@ def _packet_mac(key: bytes, body: bytes) -> bytes:
 
 @dataclass(kw_only=True, slots=True)
 class PeerPair:
-    """This rank and one neighbour, since the last event."""
+    """Measurements between this rank and one neighbour since the last event."""
 
     peer: int
     axis: str
     where: tuple[Any, ...] | None = None
-    sent_ns: dict[bytes, int] = field(default_factory=dict)  # by nonce: pings that wait for their answer
+    sent_ns: dict[bytes, int] = field(default_factory=dict)  # by nonce: pings without an answer so far
     round_trips_s: list[float] = field(default_factory=list)
     lost: int = 0
 
     def answered(self, nonce: bytes, arrived_ns: int, held_ns: int) -> None:
-        """Count an answer to one of our own pings, once."""
+        """Count an answer to one of this rank's pings, once."""
         sent_ns = self.sent_ns.pop(nonce, None)
         if sent_ns is None:
             return
         taken_s = (arrived_ns - sent_ns - held_ns) / 1e9
-        if 0 <= taken_s < LOST_S:  # else a clock was set in between
+        # Otherwise a clock was set in between
+        if 0 <= taken_s < LOST_S:
             self.round_trips_s.append(taken_s)
 
     def give_up(self, before_ns: int) -> None:
-        """Count the pings of before then as lost."""
+        """Count unanswered pings sent before `before_ns` as lost."""
         for nonce in [nonce for nonce, sent_ns in self.sent_ns.items() if sent_ns < before_ns]:
             del self.sent_ns[nonce]
             self.lost += 1
 
     def report(self) -> dict[str, Any]:
-        """As JSON, and begin anew; pings that are still under way belong to the next report."""
+        """Return the measurements for JSON, and reset them; unanswered pings count in the next report."""
         times, lost = sorted(self.round_trips_s), self.lost
         self.round_trips_s, self.lost = [], 0
         p50_s, p99_s, count = round_trip_quantile(times, 0.5), round_trip_quantile(times, 0.99), len(times)
@@ -140,7 +143,7 @@ class PeerPair:
 
 
 def round_trip_quantile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that at least `share` of them do not exceed.
+    """Return the smallest value that at least `share` of the values do not exceed.
 
     >>> round_trip_quantile([1.0, 2.0, 3.0, 4.0], 0.5), round_trip_quantile([], 0.5)
     (2.0, None)
@@ -149,7 +152,7 @@ def round_trip_quantile(ordered: list[float], share: float) -> float | None:
 
 
 class Peers:
-    """A socket and a thread of one rank in one membership: answers pings, sends its own, and writes `peers` events."""
+    """Socket and thread of one rank in one membership: answers pings, sends its own, and writes `peers` events."""
 
     def __init__(
         self,
@@ -165,7 +168,8 @@ class Peers:
     ) -> None:
         self._events, self._directory, self._rank, self._generation = events, directory, rank, generation
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
-        self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
+        # A separate key: a ping proves nothing elsewhere
+        self._key = hmac.digest(secret, b"peers", "sha256")
         self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in ring_neighbours(rank, dims).items()}
         self._sock = _open_socket(address)
         self._ours, self._wake = socket.socketpair()
@@ -175,33 +179,34 @@ class Peers:
         self._thread = threading.Thread(target=self._run_thread, name="peers", daemon=True)
 
     def start(self) -> None:
-        """Tell the others where we listen, and begin."""
+        """Publish this rank's address, and start the thread."""
         host, port = self._sock.getsockname()[:2]
         self._directory.set(f"peers/{self._rank}", f"{port} {host}")
         self._thread.start()
 
     def close(self) -> None:
-        """Tell what was measured last, and end the thread and the socket; calling it twice is fine."""
+        """Write the last measurements, and close thread and socket; may be called twice."""
         self._closing.set()
         with suppress(OSError):
             self._wake.send(b"x")
         if self._thread.is_alive():
             self._thread.join(LEAVE_S)
         self._abandoned = True
-        for one in (self._sock, self._ours, self._wake):
-            one.close()
+        for sock in (self._sock, self._ours, self._wake):
+            sock.close()
 
     def _run_thread(self) -> None:
         try:
             self._serve_until_closed()
-        except Exception as error:  # the store or the socket is gone: mostly the membership is over
+        # The store or the socket is gone, usually because the membership ended
+        except Exception as error:
             if not self._closing.is_set():
                 print(f"peers: latency is not measured any more ({error}); training goes on", file=sys.stderr)
 
     def _serve_until_closed(self) -> None:
         poll = select.poll()
-        for one in (self._sock, self._ours):
-            poll.register(one, select.POLLIN)
+        for sock in (self._sock, self._ours):
+            poll.register(sock, select.POLLIN)
         began_s = time.monotonic()
         next_ping_s, next_event_s = began_s + self._pause_s, began_s + self._every_s
         while not self._closing.is_set():
@@ -233,11 +238,12 @@ class Peers:
                 nonce = secrets.token_bytes(16)
                 packet = self._make_packet(PING, pair.peer, nonce).encode(self._key)
                 pair.sent_ns[nonce] = time.time_ns()
-                with suppress(OSError):  # no route, a full buffer: an answer that never comes
+                # No route, or a full buffer: counted as an answer that never comes
+                with suppress(OSError):
                     self._sock.sendto(packet, pair.where)
 
     def _find_peers(self) -> None:
-        """Look up neighbours that have said where they listen, without ever waiting: the training shares the store."""
+        """Look up neighbours that have published their address, without waiting: training shares the store."""
         if time.monotonic() > self._until_s:
             return
         for pair in self._pairs.values():
@@ -246,14 +252,15 @@ class Peers:
                 pair.where = _parse_address(self._directory.get(key).decode("ascii", "replace"))
 
     def _take_packets(self) -> None:
-        """Answer pings and count answers; at most a burst of them, and fewer when strangers send any."""
+        """Answer pings and count answers, at most a burst of them; pause after unauthentic datagrams."""
         strangers = self.strangers
         for _ in range(BURST):
             try:
                 data, notes, _, sender = self._sock.recvmsg(PACKET_BYTES + 1, socket.CMSG_SPACE(_TIMESPEC.size))
             except BlockingIOError:
                 break
-            except OSError:  # a port that a peer has closed can come back as an error of ours
+            # A port closed by a peer can appear as an error of this socket
+            except OSError:
                 continue
             packet = Packet.decode(data, self._key)
             if packet is None or packet.generation != self._generation or packet.target != self._rank:
@@ -265,9 +272,9 @@ class Peers:
 
     def _handle_packet(self, packet: Packet, arrived_ns: int, sender: Any) -> None:
         if packet.kind == PING:
-            answer = self._make_packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
+            reply = self._make_packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
             with suppress(OSError):
-                self._sock.sendto(answer.encode(self._key), sender)
+                self._sock.sendto(reply.encode(self._key), sender)
         elif packet.source in self._pairs:
             self._pairs[packet.source].answered(packet.nonce, arrived_ns, packet.held_ns)
 
@@ -278,10 +285,10 @@ class Peers:
 
 
 def _open_socket(address: str) -> socket.socket:
-    """A socket on our own address only, that notes when each datagram arrived."""
-    family, _, _, _, place = socket.getaddrinfo(address or "127.0.0.1", 0, type=socket.SOCK_DGRAM)[0]
+    """Open a socket on this rank's address only, with kernel timestamps of arriving datagrams."""
+    family, _, _, _, local_address = socket.getaddrinfo(address or "127.0.0.1", 0, type=socket.SOCK_DGRAM)[0]
     sock = socket.socket(family, socket.SOCK_DGRAM)
-    sock.bind(place)
+    sock.bind(local_address)
     sock.setblocking(False)
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
@@ -289,7 +296,7 @@ def _open_socket(address: str) -> socket.socket:
 
 
 def _arrival_ns(notes: list[tuple[int, int, bytes]]) -> int:
-    """When the kernel saw it, in ns of Unix time; where it does not say, now."""
+    """Return when the kernel received a datagram, in ns of Unix time; without a timestamp, the present time."""
     for level, kind, data in notes:
         if (level, kind, len(data)) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS, _TIMESPEC.size):
             seconds, nanoseconds = _TIMESPEC.unpack(data)
@@ -298,7 +305,7 @@ def _arrival_ns(notes: list[tuple[int, int, bytes]]) -> int:
 
 
 def _parse_address(text: str) -> tuple[Any, ...] | None:
-    """An address out of the store, as a socket takes it; None for anything else."""
+    """Parse an address from the store for a socket; None if it is invalid."""
     port, _, host = text.partition(" ")
     if not port.isdigit() or not 0 < int(port) < 65536:
         return None

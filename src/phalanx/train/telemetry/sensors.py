@@ -1,4 +1,4 @@
-"""What a rank can read of its own device: how busy it is, what memory it holds, what energy it has taken."""
+"""Sensors of a rank's device: utilisation, memory, energy, temperature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensorReading:
-    """One sample; None is what this host cannot measure. Energy is what was taken since the sample before."""
+    """One sample; None where this host cannot measure. Energy is that since the previous sample."""
 
     utilization: float | None = None
     utilization_source: str | None = None
@@ -35,14 +35,14 @@ class SensorReading:
 
 
 class Sensors(Protocol):
-    """Of one process, over all its memberships."""
+    """Interface of the sensors of one process, over all its memberships."""
 
     def read(self, sharers: Sharers) -> SensorReading:
-        """Look now; so many ranks of the job share the host and the device."""
+        """Take a sample; `sharers` ranks of the job share the host and the device."""
 
 
 class CpuSensors:
-    """A rank that computes on a share of the host's cores."""
+    """Sensors of a rank that computes on a share of the host's cores."""
 
     def __init__(self, *, power_w: float, root: Path = Path("/")) -> None:
         self._root = root
@@ -53,7 +53,7 @@ class CpuSensors:
         self._first_bytes = first_bytes(held_bytes) if root == Path("/") else held_bytes
 
     def read(self, sharers: Sharers) -> SensorReading:
-        """Memory is what the process took since it began to train; the limit is this rank's share of the host's."""
+        """Take a sample: memory is the growth since training began, the limit this rank's share of the host's."""
         utilization = self._activity.share(sharers.host)
         held_bytes, stall = anonymous_bytes(self._root), memory_stall(self._root)
         taken_j, mean_w = self._energy.read(utilization, sharers.host)
@@ -71,7 +71,7 @@ class CpuSensors:
 
 
 class GpuSensors:
-    """A rank that has a GPU. Its host's processors and memory are not counted."""
+    """Sensors of a rank with a GPU. Its host's processors and memory are not counted."""
 
     def __init__(self, device: torch.device, meter: GpuMeter, *, power_w: float) -> None:
         self._device, self._meter = device, meter
@@ -79,7 +79,10 @@ class GpuSensors:
         self._energy = _Meter(gpu_energy(meter, power_w))
 
     def read(self, sharers: Sharers) -> SensorReading:
-        """Memory is what the allocator holds; the pressure is the share of the GPU that anybody holds."""
+        """Take a sample; memory is what the allocator reserves.
+
+        The pressure is the share of the GPU's memory that all processes use.
+        """
         utilization = self._activity.share(sharers.host)
         stats = torch.cuda.memory_stats(self._device)
         used_bytes, limit_bytes, source = self._memory_bytes()
@@ -99,17 +102,17 @@ class GpuSensors:
         )
 
     def _memory_bytes(self) -> tuple[int, int, str]:
-        found = self._meter.memory_bytes()
-        if found is not None:
-            return *found, "nvml"
+        used_and_total = self._meter.memory_bytes()
+        if used_and_total is not None:
+            return *used_and_total, "nvml"
         free_bytes, limit_bytes = torch.cuda.mem_get_info(self._device)
         return limit_bytes - free_bytes, limit_bytes, "cuda"
 
 
 class _Meter:
-    """This rank's part of an energy meter, and the mean power since the sample before.
+    """This rank's part of an energy meter, and the mean power since the previous sample.
 
-    The mean, not what a power sensor says now: that tells little of the seconds between two samples.
+    The mean, because a power sensor's present value does not represent the seconds between two samples.
     """
 
     def __init__(self, energy: Energy) -> None:
@@ -118,7 +121,7 @@ class _Meter:
         self._last_s = time.monotonic()
 
     def read(self, utilization: float | None, sharers: int) -> tuple[float | None, float | None]:
-        """Joules and watts; an estimate is of one rank already."""
+        """Return joules and watts; an estimate already covers one rank only."""
         then_s, self._last_s = self._last_s, time.monotonic()
         taken_j = self._energy.taken_j(utilization)
         if taken_j is None:
@@ -128,7 +131,7 @@ class _Meter:
 
 
 def sensors_of(device: torch.device, *, power_w: float) -> Sensors:
-    """The sensors of a rank's device, of so many watts by the catalogue."""
+    """Return the sensors of a rank's device, whose catalogue power is `power_w` watts."""
     if device.type != "cuda":
         return CpuSensors(power_w=power_w)
     return GpuSensors(device, GpuMeter.open(gpu_uuid(device)), power_w=power_w)

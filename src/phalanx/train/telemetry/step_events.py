@@ -1,4 +1,4 @@
-"""Telemetry as a callback: the `step` event of every step, and the timeline of one now and then."""
+"""Telemetry as a callback: the `step` event of every step, and the timeline of sampled steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepTimer:
-    """Where the time of one step goes, from the moment this is made."""
+    """Times the parts of one step, from its creation on."""
 
     def __init__(self, step: int, timeline: TimelineSampler) -> None:
         self._step, self._timeline = step, timeline
@@ -29,14 +29,14 @@ class StepTimer:
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Around the wait for the batch."""
+        """Time the wait for the batch."""
         began_s = time.perf_counter()
         yield
         self._data_s = time.perf_counter() - began_s
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """Around the engine's step: samples its timeline where one is due."""
+        """Time the engine's step, and sample its timeline if one is due."""
         self._ready_s, self._before_cpu_s = time.perf_counter(), time.thread_time() - self._began_cpu_s
         with self._timeline.step(self._step) as self._samples:
             self._entered_s = time.perf_counter()
@@ -44,8 +44,9 @@ class StepTimer:
             self._ended_s = time.perf_counter()
 
     def report(self, result: StepResult, *, lr: float) -> StepReport:
-        """After the engine's step."""
-        opening_s = self._timeline.opening_s  # telemetry's own: no part of the step
+        """Return the step's report, after the engine's step."""
+        # The time to start a sample, which is not part of the step
+        opening_s = self._timeline.opening_s
         return StepReport(
             step=self._step,
             result=result,
@@ -61,7 +62,7 @@ class StepTimer:
 
 
 class StepTelemetry(Callback):
-    """Writes what a step gave and where its time went."""
+    """Writes the results and times of every step."""
 
     def __init__(self, training: TrainingContext) -> None:
         self._step = 0
@@ -72,20 +73,21 @@ class StepTelemetry(Callback):
             compiled=training.engine.settings.compile,
             tell=lambda text: training.events.write("remark", step=self._step, text=text),
         )
-        self._spent_s = 0.0  # the timeline's `spent_s` at the last step, less what writing that one took
+        # The timeline's `spent_s` at the last step, without the time to write that step's event
+        self._spent_s = 0.0
 
     def begin_step(self, step: int) -> StepTimer:
-        """A step begins, and its time with it."""
+        """Start the timer of a step."""
         self._step = step
         return StepTimer(step, self.timeline)
 
     def on_start(self, training: TrainingContext) -> None:
-        """A run that goes on measures gradient noise at the same steps."""
+        """Make a resumed run measure gradient noise at the same steps."""
         if training.engine.listener is not None:
             training.engine.listener.norms.next = training.step
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Write the event, and the timeline if there is one."""
+        """Write the step's event, and its timeline if it was sampled."""
         result, noise, timeline = report.result, report.result.noise, self.timeline
         inside = timeline.inside(report.samples, result.phases, data_s=report.data_s, before_s=report.before_s)
         digest, guard_s = training.comparison.digest(training)
@@ -131,12 +133,13 @@ class StepTelemetry(Callback):
             training.events.write("timeline", step=report.step, epoch=training.control.generation, **fields)
         self._spent_s = timeline.spent_s - (time.perf_counter() - began_s)
         checkpoints.copy_s = None
-        if training.control.hooks.records_samples:  # a kill must not take the proof along
+        # A kill must not lose the proof
+        if training.control.hooks.records_samples:
             training.events.flush()
 
 
 def _expert_imbalance(training: TrainingContext) -> float | None:
-    """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
+    """Return tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
     loads = training.engine.experts.loads
     if loads is None:
         return None

@@ -1,1 +1,1 @@
-"""The training step as a log: what a rank sends, computes and holds, on real ranks or on one CPU for thousands."""
+"""Traces of a training step: messages, FLOPs and memory of a rank, on real ranks or on one CPU for thousands."""

@@ -1,11 +1,12 @@
-"""Kernels a GPU has and a CPU composes: a trace keeps for backward what the GPU's would.
+"""Stand-ins for fused GPU kernels in a CPU trace, so that it saves for backward what a GPU would.
 
-RMSNorm always. On a GPU it is one kernel that keeps its input and one number per row; on a CPU torch composes it
-of casts and products and keeps three more copies of the hidden states in float32, 0.2 GB per layer of Llama 3 8B at
-4,096 tokens, which is a quarter of its activations. Where blocks and loss are compiled, also what the compiler fuses
-and a dry trace can tell: a gated MLP keeps gate, up and their product, not the activation between them, selective
-recompute keeps no last product of a block, and the loss keeps the logits in their own format and nothing in float32
+RMSNorm always. On a GPU it is one kernel that saves its input and one number per row; on a CPU torch composes it of
+casts and products and saves three more copies of the hidden states in float32, 0.2 GB per layer of Llama 3 8B at
+4,096 tokens, which is a quarter of its activations. If blocks and loss are compiled, also what the compiler fuses and
+a dry trace can predict: a gated MLP saves gate, up and their product, not the activation between them, selective
+recompute saves no last product of a block, and the loss saves the logits in their own format and nothing in float32
 (measured on an H200, benchmarks/2026-11-16-memory.md and 2026-11-16-h200-profile.md).
+
 D model, F MLP width, V vocabulary.
 """
 
@@ -25,14 +26,14 @@ from phalanx.train.parallel.recompute import keep_nothing
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The arithmetic of torch's composed norm, forward in one go; backward from the input and 1 / rms."""
+    """The arithmetic of torch's composed RMSNorm, with a backward from the input and 1 / rms."""
 
     @staticmethod
     def forward(ctx: Any, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = x_D.to(torch.promote_types(x_D.dtype, torch.float32))
-        scale_1 = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        wide_D = x_D.to(torch.promote_types(x_D.dtype, torch.float32))
+        scale_1 = torch.rsqrt(wide_D.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_D, weight_D, scale_1)
-        return (wide * scale_1).to(x_D.dtype) * weight_D
+        return (wide_D * scale_1).to(x_D.dtype) * weight_D
 
     @staticmethod
     def backward(ctx: Any, grad_D: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -73,7 +74,10 @@ class _FusedLoss(torch.autograd.Function):
 
 
 class _SplitLoss(torch.autograd.Function):
-    """The same over split logits, which torch keeps the log-softmax of, and makes the gradient of, in float32."""
+    """The shapes of a compiled cross-entropy over split logits, for which torch saves a log-softmax in float32.
+
+    The gradient is formed in float32 too.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_V: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ class _SplitLoss(torch.autograd.Function):
 
 
 def fused_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """In place of `summed_loss` where it is compiled."""
+    """Replacement for `summed_loss` in a trace of a compiled step."""
     del targets_BS
     kind = _SplitLoss if isinstance(logits_BSV, DTensor) else _FusedLoss
     out: Tensor = kind.apply(logits_BSV)  # type: ignore[no-untyped-call]
@@ -98,7 +102,7 @@ def fused_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 @contextmanager
 def fused_products() -> Iterator[None]:
-    """MLPs keep what compiled ones do."""
+    """Make MLPs save for backward what compiled ones do."""
     composed = Mlp.forward
 
     def forward(mlp: Mlp, x: Tensor) -> Tensor:
@@ -106,7 +110,8 @@ def fused_products() -> Iterator[None]:
             return composed(mlp, x)
         up = mlp.up(x)
         product = _GatedProduct.apply(mlp.gate(x), up)  # type: ignore[no-untyped-call]
-        with keep_nothing():  # the block's last product is in the next block's input: no backward needs it
+        # The block's last product is part of the next block's input, so no backward needs it
+        with keep_nothing():
             out: Tensor = mlp.down(product)
         return out
 
@@ -119,7 +124,7 @@ def fused_products() -> Iterator[None]:
 
 @contextmanager
 def fused_norms() -> Iterator[None]:
-    """Norms keep as little as a GPU's kernel does."""
+    """Make norms save as little for backward as a GPU's kernel does."""
     composed = F.rms_norm
 
     def rms_norm(

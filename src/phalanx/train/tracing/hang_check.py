@@ -1,7 +1,8 @@
-"""Would these ranks meet? Their logs are played against each other; where they do not meet, a job would hang.
+"""Hang check: replays the ranks' traces against each other; where operations do not match, the job would hang.
 
-Messages leave at once and are waited for where they are posted; a collective waits for every member. A rank that was
-not traced is taken to do what its traced twin (the same pipeline stage) does; `compare_twins` says whether twins agree.
+Messages are sent at once and awaited where they are posted; a collective waits for every member. A rank that was not
+traced is assumed to do what its traced twin (a rank of the same pipeline stage) does; `compare_twins` checks that
+twins agree.
 """
 
 from __future__ import annotations
@@ -16,52 +17,55 @@ from phalanx.units import format_bytes, plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceHang:
-    """A rank that waits for ever: for whom, at which operation, and what the other does instead."""
+    """A rank that waits for ever: the rank it waits for, the operation, and what that rank does instead."""
 
     rank: int
-    index: int  # of the operation in the rank's log
+    index: int  # of the operation in the rank's trace
     operation: TracedOperation
     waits_for: int
     instead: str
-    others: int = 0  # further ranks that wait behind it
+    others: int = 0  # further ranks that wait as a consequence
 
     def render(self) -> str:
-        """Two lines, the first failing rank first."""
-        what = f"{describe_operation(self.operation)}, operation {self.index:,}"
-        first = f"rank {self.rank} waits for rank {self.waits_for} in {what}"
-        more = f"; behind them {plural(self.others, 'other rank')}" if self.others else ""
-        return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
+        """Return two lines that name the first waiting rank first."""
+        operation = f"{describe_operation(self.operation)}, operation {self.index:,}"
+        first = f"rank {self.rank} waits for rank {self.waits_for} in {operation}"
+        further_ranks = f"; behind them {plural(self.others, 'other rank')}" if self.others else ""
+        return f"{first}\n  rank {self.waits_for} {self.instead}{further_ranks}"
 
 
 def find_hang(traces: Sequence[RankTrace]) -> TraceHang | None:
-    """The first operation that would never finish, or None when every rank comes through the step."""
+    """Return the first operation that would never finish, or None if every rank completes the step."""
     return _LogReplay({trace.rank: trace.operations for trace in traces}).run() or compare_twins(traces)
 
 
 def compare_twins(traces: Sequence[RankTrace]) -> TraceHang | None:
-    """Ranks of one pipeline stage run one program: the first place where two of them do not."""
+    """Return the first operation in which two ranks of one pipeline stage, which run one program, differ."""
     first: dict[tuple[int, ...], RankTrace] = {}
     for trace in traces:
-        other = first.setdefault(trace.stages, trace)
-        length = max(len(trace.operations), len(other.operations))
+        first_trace = first.setdefault(trace.stages, trace)
+        length = max(len(trace.operations), len(first_trace.operations))
         for index in range(length):
-            mine, theirs = _operation_at(trace.operations, index), _operation_at(other.operations, index)
-            if mine is None or theirs is None or mine.signature != theirs.signature:
-                return _difference_hang(other, trace, index)
+            operation, first_operation = (
+                _operation_at(trace.operations, index),
+                _operation_at(first_trace.operations, index),
+            )
+            if operation is None or first_operation is None or operation.signature != first_operation.signature:
+                return _difference_hang(first_trace, trace, index)
     return None
 
 
 def _difference_hang(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
     waiting, missing = (one, other) if _operation_at(one.operations, index) is not None else (other, one)
     operation = waiting.operations[index]
-    does = _operation_at(missing.operations, index)
+    actual = _operation_at(missing.operations, index)
     return TraceHang(
         rank=waiting.rank,
         index=index,
         operation=operation,
         waits_for=missing.rank,
-        instead=f"(of the same stage) calls {describe_operation(does)} there"
-        if does
+        instead=f"(of the same stage) calls {describe_operation(actual)} there"
+        if actual
         else "(of the same stage) is done by then",
     )
 
@@ -71,7 +75,7 @@ def _operation_at(operations: Sequence[TracedOperation], index: int) -> TracedOp
 
 
 def describe_operation(operation: TracedOperation) -> str:
-    """An operation in words."""
+    """Describe an operation in words."""
     size = format_bytes(operation.nbytes)
     if operation.is_message:
         way = "to" if operation.kind == "send" else "from"
@@ -85,58 +89,59 @@ def describe_operation(operation: TracedOperation) -> str:
 
 
 class _LogReplay:
-    """The ranks' logs, each with a finger on the next operation."""
+    """A replay of the ranks' traces, with the index of each rank's next operation."""
 
     def __init__(self, logs: Mapping[int, Sequence[TracedOperation]]) -> None:
         self._logs = logs
         self._at = dict.fromkeys(logs, 0)
-        self._posted: set[tuple[int, int]] = set()  # (rank, index) of messages under way or waited for
+        # (rank, index) of posted messages
+        self._posted: set[tuple[int, int]] = set()
         self._mail: dict[tuple[int, int, str], deque[tuple[int, TracedOperation]]] = defaultdict(deque)
 
     def run(self) -> TraceHang | None:
-        """Move every finger as far as it goes."""
-        ready = deque(self._logs)
-        while ready:
-            rank = ready.popleft()
-            moved = self._move_rank(rank)
-            if isinstance(moved, TraceHang):
-                return moved
-            ready.extend(other for other in moved if other not in ready)
+        """Advance every rank as far as possible; return a hang if one cannot finish."""
+        runnable = deque(self._logs)
+        while runnable:
+            rank = runnable.popleft()
+            progress = self._move_rank(rank)
+            if isinstance(progress, TraceHang):
+                return progress
+            runnable.extend(waiting_rank for waiting_rank in progress if waiting_rank not in runnable)
         return self._stuck_cycle() or self._unread_message()
 
     def _move_rank(self, rank: int) -> set[int] | TraceHang:
-        """Advance one rank until it waits; gives the ranks that may go on now."""
-        freed: set[int] = set()
+        """Advance one rank until it waits; return the ranks that may be able to continue."""
+        unblocked: set[int] = set()
         while (operation := self._next_operation(rank)) is not None:
             if operation.is_message:
-                self._post_sends(rank, freed)
-                done = self._receive_message(rank, operation)
-                if isinstance(done, TraceHang):
-                    return done
-                if not done:
-                    return freed
+                self._post_sends(rank, unblocked)
+                is_received = self._receive_message(rank, operation)
+                if isinstance(is_received, TraceHang):
+                    return is_received
+                if not is_received:
+                    return unblocked
             else:
-                met = self._meet_group(rank, operation)
-                if isinstance(met, TraceHang):
-                    return met
-                if not met:
-                    return freed
-                freed |= met - {rank}
-        return freed
+                advanced = self._meet_group(rank, operation)
+                if isinstance(advanced, TraceHang):
+                    return advanced
+                if not advanced:
+                    return unblocked
+                unblocked |= advanced - {rank}
+        return unblocked
 
     def _next_operation(self, rank: int) -> TracedOperation | None:
         return _operation_at(self._logs[rank], self._at[rank])
 
     def _post_sends(self, rank: int, freed: set[int]) -> None:
-        """All sends of the batch leave before the first receive of it is waited for."""
+        """Post all sends of a batch before the first of its receives is awaited."""
         log, index = self._logs[rank], self._at[rank]
         batch = log[index].batch
         while index < len(log) and log[index].batch == batch:
-            one = log[index]
-            if one.kind == "send" and (rank, index) not in self._posted and one.peer in self._logs:
+            posted = log[index]
+            if posted.kind == "send" and (rank, index) not in self._posted and posted.peer in self._logs:
                 self._posted.add((rank, index))
-                self._mail[rank, one.peer, one.group.axis].append((index, one))
-                freed.add(one.peer)
+                self._mail[rank, posted.peer, posted.group.axis].append((index, posted))
+                freed.add(posted.peer)
             index += 1
 
     def _receive_message(self, rank: int, operation: TracedOperation) -> bool | TraceHang:
@@ -151,21 +156,25 @@ class _LogReplay:
         return True
 
     def _meet_group(self, rank: int, operation: TracedOperation) -> set[int] | TraceHang:
-        """The members that went on, when all of them have come; empty while some are missing."""
-        members = [other for other in operation.group.ranks if other in self._logs]
-        for other in members:
-            does = self._next_operation(other)
-            here = does is not None and not does.is_message and does.group == operation.group
-            if here and does is not None and does.signature != operation.signature:
-                return self._make_hang(rank, operation, other, f"calls {describe_operation(does)} there")
-            if not here:
+        """Advance all members if each is at this collective, and return them; else return an empty set."""
+        members = [member for member in operation.group.ranks if member in self._logs]
+        for member in members:
+            member_operation = self._next_operation(member)
+            is_at_group = (
+                member_operation is not None
+                and not member_operation.is_message
+                and member_operation.group == operation.group
+            )
+            if is_at_group and member_operation is not None and member_operation.signature != operation.signature:
+                return self._make_hang(rank, operation, member, f"calls {describe_operation(member_operation)} there")
+            if not is_at_group:
                 return set()
-        for other in members:
-            self._at[other] += 1
+        for member in members:
+            self._at[member] += 1
         return set(members)
 
     def _make_hang(self, rank: int, operation: TracedOperation, other: int, instead: str) -> TraceHang:
-        waiting = sum(self._next_operation(one) is not None for one in self._logs) - 1
+        waiting = sum(self._next_operation(any_rank) is not None for any_rank in self._logs) - 1
         return TraceHang(
             rank=rank,
             index=self._at[rank],
@@ -176,7 +185,7 @@ class _LogReplay:
         )
 
     def _stuck_cycle(self) -> TraceHang | None:
-        """Follow who waits for whom to one that does not wait, or round a circle."""
+        """Follow the chain of waiting ranks to one that does not wait, or round a cycle."""
         waiting = [rank for rank in self._logs if self._next_operation(rank) is not None]
         if not waiting:
             return None
@@ -185,19 +194,26 @@ class _LogReplay:
             path.append(rank)
             operation = self._next_operation(rank)
             assert operation is not None
-            other = self._missing_member(rank, operation)
-            if self._next_operation(other) is None:
-                return self._make_hang(rank, operation, other, "has finished its step without it")
-            rank = other
-        # A circle: the one that came least far is where to look, and a message says more than a meeting of many.
-        rank = min(path[path.index(rank) :], key=lambda one: (self._at[one], not self._awaits_message(one)))
+            awaited = self._missing_member(rank, operation)
+            if self._next_operation(awaited) is None:
+                return self._make_hang(rank, operation, awaited, "has finished its step without it")
+            rank = awaited
+        # A cycle: report the rank with the fewest operations done, and a message rather than a collective, which is
+        # vaguer.
+        rank = min(
+            path[path.index(rank) :],
+            key=lambda cycle_rank: (self._at[cycle_rank], not self._awaits_message(cycle_rank)),
+        )
         operation = self._next_operation(rank)
         assert operation is not None
-        other = self._missing_member(rank, operation)
-        does = self._next_operation(other)
-        assert does is not None
+        awaited = self._missing_member(rank, operation)
+        awaited_operation = self._next_operation(awaited)
+        assert awaited_operation is not None
         return self._make_hang(
-            rank, operation, other, f"waits in {describe_operation(does)}, operation {self._at[other]:,}"
+            rank,
+            operation,
+            awaited,
+            f"waits in {describe_operation(awaited_operation)}, operation {self._at[awaited]:,}",
         )
 
     def _awaits_message(self, rank: int) -> bool:
@@ -207,12 +223,12 @@ class _LogReplay:
     def _missing_member(self, rank: int, operation: TracedOperation) -> int:
         if operation.is_message:
             return operation.peer
-        members = [other for other in operation.group.ranks if other in self._logs and other != rank]
-        return next(other for other in members if not self._is_at(other, operation))
+        members = [member for member in operation.group.ranks if member in self._logs and member != rank]
+        return next(member for member in members if not self._is_at(member, operation))
 
     def _is_at(self, rank: int, operation: TracedOperation) -> bool:
-        does = self._next_operation(rank)
-        return does is not None and not does.is_message and does.group == operation.group
+        next_operation = self._next_operation(rank)
+        return next_operation is not None and not next_operation.is_message and next_operation.group == operation.group
 
     def _unread_message(self) -> TraceHang | None:
         for (sender, receiver, _), mail in self._mail.items():

@@ -1,4 +1,4 @@
-"""What a traced step gives: values without tensors, the same for a real run and for a dry one."""
+"""Results of a traced step: values without tensors, the same for a real run and for a dry one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceGroup:
-    """The ranks of a communicator and the axis of the mesh they stand on."""
+    """The ranks of a communicator and the mesh axis they form."""
 
     axis: str
     ranks: tuple[int, ...]
 
     @property
     def stride(self) -> int:
-        """Distance of neighbours in rank."""
+        """Rank distance of neighbours."""
         return self.ranks[1] - self.ranks[0] if len(self.ranks) > 1 else 0
 
 
@@ -27,7 +27,7 @@ class TracedOperation:
     """One call into the communication library."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, receive, barrier
-    nbytes: int  # of the whole tensor: gathered, reduced, exchanged or sent
+    nbytes: int  # of the full tensor: gathered, reduced, exchanged or sent
     dtype: str
     group: TraceGroup
     phase: str
@@ -36,12 +36,12 @@ class TracedOperation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it concerns two ranks, not the whole group."""
+        """True for an operation between two ranks instead of the whole group."""
         return self.kind in ("send", "receive")
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank puts on the wire when the library works in a ring, as NCCL's large calls do."""
+        """Bytes that this rank sends if the library uses rings, as NCCL does for large calls."""
         ranks = len(self.group.ranks)
         share = (ranks - 1) / ranks
         factor = {"all-reduce": 2 * share, "send": 1.0, "receive": 0.0, "barrier": 0.0}
@@ -49,24 +49,24 @@ class TracedOperation:
 
     @property
     def signature(self) -> tuple[str, int, str, str]:
-        """What all members of the group must agree on."""
+        """The properties on which all members of the group must agree."""
         return self.kind, self.nbytes, self.dtype, self.group.axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPeak:
-    """The fullest moment of a step; `parts_bytes` add up to `nbytes`."""
+    """The moment of highest memory in a step; `parts_bytes` add up to `nbytes`."""
 
     nbytes: int
     phase: str
     parts_bytes: Mapping[str, int]
-    rest_bytes: int  # between steps
+    rest_bytes: int  # memory between steps
     host_bytes: int  # offloaded, not part of the sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """One step of one rank."""
+    """The trace of one step of one rank."""
 
     rank: int
     place: Mapping[str, tuple[int, int]]  # axis -> (index, size)
@@ -80,11 +80,11 @@ class RankTrace:
 
     @property
     def total_flops(self) -> int:
-        """All arithmetic of the step in matrix products and attention."""
+        """FLOPs of the step in matrix products and attention."""
         return sum(sum(kinds.values()) for kinds in self.flops.values())
 
     def sent_bytes(self, axis: str) -> float:
-        """What the rank sends per step on an axis."""
+        """Return the bytes that the rank sends per step on an axis."""
         return sum(operation.sent_bytes for operation in self.operations if operation.group.axis == axis)
 
     @property
@@ -95,7 +95,7 @@ class RankTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageRow:
-    """Operations of one kind on one axis in one phase, added up."""
+    """Sum of the operations of one kind on one axis in one phase."""
 
     axis: str
     ranks: int
@@ -108,17 +108,17 @@ class MessageRow:
 
 
 def message_rows(trace: RankTrace) -> list[MessageRow]:
-    """The log as a table, by axis and kind in the order of their first call."""
+    """Return the operations as a table, by axis and kind in the order of their first call."""
     calls: Counter[tuple[str, str, str]] = Counter()
     nbytes: Counter[tuple[str, str, str]] = Counter()
-    sent: dict[tuple[str, str, str], float] = {}
+    sent_bytes: dict[tuple[str, str, str], float] = {}
     groups: dict[str, TraceGroup] = {}
-    for one in trace.operations:
-        key = (one.group.axis, one.kind, one.phase)
-        groups.setdefault(one.group.axis, one.group)
+    for operation in trace.operations:
+        key = (operation.group.axis, operation.kind, operation.phase)
+        groups.setdefault(operation.group.axis, operation.group)
         calls[key] += 1
-        nbytes[key] += one.nbytes
-        sent[key] = sent.get(key, 0.0) + one.sent_bytes
+        nbytes[key] += operation.nbytes
+        sent_bytes[key] = sent_bytes.get(key, 0.0) + operation.sent_bytes
     order = {axis: place for place, axis in enumerate(trace.axes)}
     return [
         MessageRow(
@@ -129,7 +129,7 @@ def message_rows(trace: RankTrace) -> list[MessageRow]:
             phase=phase,
             calls=calls[axis, kind, phase],
             nbytes=nbytes[axis, kind, phase],
-            sent_bytes=sent[axis, kind, phase],
+            sent_bytes=sent_bytes[axis, kind, phase],
         )
         for axis, kind, phase in sorted(calls, key=lambda key: (order[key[0]], key[1], PHASES.index(key[2])))
     ]

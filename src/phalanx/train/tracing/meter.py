@@ -1,4 +1,4 @@
-"""Live bytes of every storage, the fullest moment, and what filled it."""
+"""Memory meter of a trace: live bytes of every storage, the peak, and its parts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-# What filled the memory, in the order of printing. Storages that nothing else claims belong to the phase they were
-# made in: what forward makes and backward finds are activations, the rest is working memory.
+# Categories of memory, in the order of printing. Unclaimed storages belong to the phase that allocated them: those
+# of forward that backward uses are activations, the others are working memory.
 MEMORY_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working")
-HOST = "host"  # offloaded: counted, but not on the device
-# A new peak is looked at in detail when it is this much above the last one looked at.
+HOST = "host"  # offloaded: counted, but not as device memory
+# A new peak is analysed in detail if it exceeds the last analysed one by this factor.
 RESOLUTION = 1.001
 BORN = {"forward": "activations"}
 
 
 class StorageMeter:
-    """Follows storages from their making to their end. Knows nothing of what is in them but what `claim` says."""
+    """Follows storages from allocation to release; their category comes from `claim` or from the phase."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.host_bytes = 0
@@ -34,12 +34,12 @@ class StorageMeter:
         self.look: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: iter(())
 
     def see(self, tensor: torch.Tensor, part: str = "") -> None:
-        """Note a tensor's storage; `part` is what it is taken for, unless something has claimed it."""
+        """Register a tensor's storage; `part` is its category, unless it was claimed already."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         self._note_storage(local.untyped_storage(), part)
 
     def claim(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say what these tensors are, from now on."""
+        """Assign these tensors to a category from now on."""
         for tensor in tensors:
             self.see(tensor, part)
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -51,7 +51,7 @@ class StorageMeter:
             self._part[key] = part
 
     def begin(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         self.peak_bytes, self._looked, self.peak_parts = 0, 0.0, {}
         self._mark_peak()
 
@@ -75,18 +75,18 @@ class StorageMeter:
 
     def _note_storage(self, storage: torch.UntypedStorage, part: str) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        before = self._size.get(key)
-        if before is None:
+        previous_nbytes = self._size.get(key)
+        if previous_nbytes is None:
             self._size[key] = nbytes
             self._part[key] = part or BORN.get(self.phase, "working")
             weakref.finalize(storage, self._forget_storage, key)
             self.live_bytes += nbytes
-        elif before != nbytes:
+        elif previous_nbytes != nbytes:
             self._size[key] = nbytes
             if key in self._host:
-                self.host_bytes += nbytes - before
+                self.host_bytes += nbytes - previous_nbytes
             else:
-                self.live_bytes += nbytes - before
+                self.live_bytes += nbytes - previous_nbytes
         if self.live_bytes > self.peak_bytes:
             self._mark_peak()
 
@@ -106,12 +106,12 @@ class StorageMeter:
             self.peak_parts = self._by_part()
 
     def _by_part(self) -> dict[str, int]:
-        now = {_storage_key(tensor): part for part, tensor in self.look()}
-        found = dict.fromkeys(MEMORY_PARTS, 0)
+        current_parts = {_storage_key(tensor): part for part, tensor in self.look()}
+        part_bytes = dict.fromkeys(MEMORY_PARTS, 0)
         for key, nbytes in self._size.items():
             if key not in self._host:
-                found[now.get(key, self._part[key])] += nbytes
-        return found
+                part_bytes[current_parts.get(key, self._part[key])] += nbytes
+        return part_bytes
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

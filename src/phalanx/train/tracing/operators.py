@@ -1,4 +1,4 @@
-"""What an operator does, as torch dispatches it: kind, bytes, group and peer of a message; FLOPs from its shapes.
+"""Properties of an operator as torch dispatches it: kind, bytes, group and peer of a message, FLOPs from its shapes.
 
 FLOPs: 2 per multiply-add, half the scores of causal attention. B batch, N heads, S queries, T keys, H head.
 """
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import flop_registry
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-# Part of an operator's name without underscores -> our word. The first that fits counts.
+# Part of an operator's name without underscores -> Phalanx's name. The first match counts.
 WORDS = (
     ("wait", ""),
     ("barrier", "barrier"),
@@ -35,33 +35,33 @@ WORDS = (
 
 @cache
 def kind_of(op: Any) -> str:
-    """Our word for a communication operator; empty for every other operator, and for waiting."""
+    """Return Phalanx's name of a communication operator; empty for every other operator, and for waiting."""
     if op.namespace not in NAMESPACES:
         return ""
     name = op._opname.replace("_", "")
-    return next((word for part, word in WORDS if part in name), "")
+    return next((word for pattern, word in WORDS if pattern in name), "")
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists and tuples."""
+    """Yield every tensor in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_of(one)
+        for item in value:
+            yield from tensors_of(item)
 
 
 def payload_of(args: Sequence[Any], out: Any) -> tuple[int, str]:
-    """Bytes and format of the larger side: a gather's output, a scatter's input."""
+    """Return bytes and dtype of the larger side: a gather's output, a scatter's input."""
     sides = [list(tensors_of(side)) for side in (*args[:2], out)]
-    sizes = [sum(one.numel() * one.element_size() for one in side) for side in sides]
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides]
     largest = max(range(len(sides)), key=lambda place: sizes[place])
     side = sides[largest]
     return sizes[largest], str(side[0].dtype).removeprefix("torch.") if side else ""
 
 
 def group_of(op: Any, args: Sequence[Any]) -> ProcessGroup:
-    """The group a call names: an object among the arguments of c10d calls, a name among those of functional ones."""
+    """Return the group of a call: a c10d call passes an object, a functional one a name."""
     if op.namespace == "c10d":
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         return ProcessGroup.unbox(boxed)
@@ -70,7 +70,7 @@ def group_of(op: Any, args: Sequence[Any]) -> ProcessGroup:
 
 
 def peer_of(args: Sequence[Any], group: ProcessGroup) -> int:
-    """The other rank of a send or receive, as rank of the job."""
+    """Return the other rank of a send or receive, as rank of the job."""
     return int(dist.get_global_rank(group, int(args[2])))
 
 
@@ -78,10 +78,10 @@ aten = torch.ops.aten
 
 
 def _score_products(q: torch.Tensor, k: torch.Tensor, *, count: int, causal: bool) -> int:
-    """`count` products over the S × T scores; a causal kernel computes half of them."""
+    """Return the FLOPs of `count` products over the S × T scores; a causal kernel computes half of them."""
     batch, heads, queries, head = q.shape
-    whole = 2 * count * batch * heads * queries * k.shape[2] * head
-    return whole // 2 if causal else whole
+    flops = 2 * count * batch * heads * queries * k.shape[2] * head
+    return flops // 2 if causal else flops
 
 
 def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
@@ -89,12 +89,12 @@ def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> 
 
 
 def _forward_flops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Scores, and their product with the values."""
+    """Return the FLOPs of the scores and of their product with the values."""
     return _score_products(args[0], args[1], count=2, causal=_is_causal(args, kwargs, 4))
 
 
 def _backward_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Scores again, and a product for each of dv, dp, dq, dk."""
+    """Return the FLOPs of the recomputed scores and of a product for each of dv, dp, dq, dk."""
     return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 7))
 
 
@@ -110,7 +110,7 @@ def _backward_cudnn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 14))
 
 
-# torch's own table lacks the CPU kernel and counts causal attention as if it were not.
+# torch's table lacks the CPU kernel and counts causal attention in full.
 ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward_cpu,
@@ -123,14 +123,14 @@ ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
 
 @cache
 def flop_kind(op: Any) -> str:
-    """Whether an operator is a "linear" product or "attention"; empty for all others."""
+    """Return "linear" for a matrix product, "attention" for attention, and an empty string for all other operators."""
     if op in ATTENTION:
         return "attention"
     return "linear" if op._overloadpacket in flop_registry else ""
 
 
 def count_flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of an operator that `flop_kind` knows."""
+    """Return the FLOPs of an operator for which `flop_kind` is not empty."""
     if op in ATTENTION:
         return ATTENTION[op](args, kwargs)
     return int(flop_registry[op._overloadpacket](*args, **kwargs, out_val=out))

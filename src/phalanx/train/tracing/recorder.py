@@ -1,6 +1,6 @@
-"""The recorder: listens to every operator a rank runs and keeps its messages, its FLOPs and its memory.
+"""The recorder: a dispatch mode that observes every operator of a rank and records messages, FLOPs and memory.
 
-The same on real tensors over gloo and on fake ones over a fake group. It changes nothing of what it hears.
+It works alike on real tensors over gloo and on fake ones over a fake group, and does not change what it observes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from phalanx.train.tracing.meter import HOST, StorageMeter
 from phalanx.train.tracing.operators import count_flops, flop_kind, group_of, kind_of, payload_of, peer_of, tensors_of
 from phalanx.train.tracing.shortcuts import RunOperator, run_plainly
 
-# Axes whose messages are made for the exchange and thrown away; on the others what arrives is computed with.
+# Axes whose received tensors only serve the exchange and are freed; on the other axes they are used in computation.
 EXCHANGED = ("data", "shard", "replica", "expert data", "world")
 
 WHERE = torch.ops.prim.device.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
+    """Dispatch mode that records a step: enter it before the engine is built, then call `begin` and `finish`."""
 
     def __init__(self, run: RunOperator = run_plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,42 +44,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._axes: Mapping[str, Sequence[str]] = {}
         self._widths: frozenset[int] = frozenset()
         self._updating = False
-        self._quiet = 0  # number of the last batch of messages; anything else that happens ends a batch
+        # Number of the last batch of messages; any other operator ends a batch
+        self._quiet = 0
         self._in_batch = False
         self._on = self._deaf = False
-        self._depth = 0  # modules of blocks whose forward is running
+        # Nesting of running module forwards inside blocks
+        self._depth = 0
 
     def attach(self, engine: Engine) -> None:
-        """Learn the engine's groups and what its tensors are."""
+        """Learn the engine's groups and the categories of its tensors, and install hooks."""
         self._engine = engine
         self._axes = axis_names(engine.meshes)
         vocab = engine.shape.vocab
         self._widths = frozenset({vocab, vocab // engine.dims.tensor})
         offload = engine.settings.layout.offload
-        parameters = (held.local for held in engine.held if held.is_parameter)
+        parameters = (stage_tensor.local for stage_tensor in engine.held if stage_tensor.is_parameter)
         self.meter.claim(HOST if offload == "parameters" else "parameters", parameters)
-        self.meter.claim("parameters", (buffer for part in engine.parts for buffer in part.model.buffers()))
+        self.meter.claim("parameters", (buffer for stage in engine.parts for buffer in stage.model.buffers()))
         state = [shard.tensor for shard in engine.optimizer.state()]
-        copies = [master for _, master in engine.masters.copies]
-        self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])
+        master_copies = [master for _, master in engine.masters.copies]
+        self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *master_copies])
         self.meter.look = lambda: held_gradients(engine)
-        for part in engine.parts:
-            part.model.register_forward_pre_hook(self._forward_begins)
-            for block in part.model.layers.values():
-                for inner in block.children():
-                    inner.register_forward_pre_hook(self._enter_module)
-                    inner.register_forward_hook(self._leave_module, always_call=True)
-        whole = engine._forward_backward
+        for stage in engine.parts:
+            stage.model.register_forward_pre_hook(self._forward_begins)
+            for block in stage.model.layers.values():
+                for submodule in block.children():
+                    submodule.register_forward_pre_hook(self._enter_module)
+                    submodule.register_forward_hook(self._leave_module, always_call=True)
+        original = engine._forward_backward
 
         def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            total = whole(*args, **kwargs)
-            self._updating = True  # what follows belongs to the optimizer
+            total = original(*args, **kwargs)
+            # Everything after this belongs to the optimizer
+            self._updating = True
             return total
 
         engine._forward_backward = forward_backward  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """Everything so far was preparation."""
+        """Start recording; everything before was preparation."""
         self._log.clear()
         self._flops.clear()
         self._updating, self._on = False, True
@@ -88,34 +91,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meter.begin()
 
     def finish(self) -> RankTrace:
-        """The step since `begin`."""
+        """Stop recording, and return the trace of the step since `begin`."""
         engine, meter = self._engine, self.meter
         self._on = False
-        parts = {name: nbytes for name, nbytes in meter.peak_parts.items() if nbytes}
-        parts["working"] = parts.get("working", 0) + meter.peak_bytes - sum(parts.values())
+        parts_bytes = {name: nbytes for name, nbytes in meter.peak_parts.items() if nbytes}
+        parts_bytes["working"] = parts_bytes.get("working", 0) + meter.peak_bytes - sum(parts_bytes.values())
         dims = engine.dims
         sizes = {axis: getattr(dims, axis) for axis in ("pipeline", "data", "context", "tensor")}
         return RankTrace(
             rank=dist.get_rank(),
             place={axis: (engine.meshes.index(axis), size) for axis, size in sizes.items()},
-            stages=tuple(part.stage for part in engine.parts),
-            layers=tuple(layer for part in engine.parts for layer in part.layers),
+            stages=tuple(stage.stage for stage in engine.parts),
+            layers=tuple(layer for stage in engine.parts for layer in stage.layers),
             operations=tuple(self._log),
             flops={phase: dict(self._flops[phase]) for phase in PHASES if phase in self._flops},
             peak=MemoryPeak(
                 nbytes=meter.peak_bytes,
                 phase=meter.peak_phase,
-                parts_bytes=parts,
+                parts_bytes=parts_bytes,
                 rest_bytes=meter.live_bytes,
                 host_bytes=meter.host_bytes,
             ),
         )
 
-    # ---- listening -------------------------------------------------------------------------------------------------
+    # ---- observing operators -----------------------------------------------------------------------------------------
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch wraps every call below once more
+        return False  # otherwise torch wraps every call below once more
 
     def __enter__(self) -> Recorder:
         self.meter.__enter__()
@@ -130,51 +133,56 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meter.__exit__()
 
     def _without_recording(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """DTensor runs operators on the shapes of the whole model to learn what they give: no rank computes that."""
+        """Wrap DTensor's shape inference, which runs operators on full shapes that no rank computes, to be ignored."""
 
         def run(*args: Any) -> Any:
-            before, self._deaf = self._deaf, True
+            was_deaf, self._deaf = self._deaf, True
             try:
                 return work(*args)
             finally:
-                self._deaf = before
+                self._deaf = was_deaf
 
         return run
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it becomes operators on local tensors, which come here
-        named = kwargs or {}
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            # It becomes operators on local tensors, which are dispatched here
+            return NotImplemented
+        keyword_arguments = kwargs or {}
         if self._deaf:
-            return op(*args, **named)
-        if op is WHERE:  # every second call of a step: there is nothing to hear in it
-            return self._run(op, args, named)
+            return op(*args, **keyword_arguments)
+        # Every second call of a step, with nothing to record
+        if op is WHERE:
+            return self._run(op, args, keyword_arguments)
         self.meter.phase = self._current_phase()
-        out = self._run(op, args, named)
+        out = self._run(op, args, keyword_arguments)
         kind = kind_of(op)
         if kind:
             self._record_call(kind, op, args, out)
             return out
         self._in_batch = False
         for tensor in tensors_of(out):
-            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
-            self.meter.see(tensor, "logits" if wide else "")
+            is_logits = tensor.ndim > 1 and tensor.shape[-1] in self._widths
+            self.meter.see(tensor, "logits" if is_logits else "")
         if self._on:
-            what = flop_kind(op)
-            if what:
-                self._flops[self.meter.phase][what] += count_flops(op, args, named, out)
+            flop_category = flop_kind(op)
+            if flop_category:
+                self._flops[self.meter.phase][flop_category] += count_flops(op, args, keyword_arguments, out)
         return out
 
     def _current_phase(self) -> str:
-        """Backward is told from forward by autograd's own count; recompute runs inside backward, with gradients on."""
+        """Return the current phase: a running autograd graph task is backward.
+
+        Recompute runs inside it with gradients on.
+        """
         if self._updating:
             return "optimizer"
         if torch._C._current_graph_task_id() == -1:
-            # Between the two, what was going on still is: FSDP2 reduces gradients after the graph has ended.
+            # Between steps of autograd the last phase continues: FSDP2 reduces gradients after the graph has ended.
             return "backward" if self.meter.phase in ("recompute", "backward") else "forward"
-        # Own autograd functions switch gradients off in their forward: there the module that runs tells.
+        # Custom autograd functions switch gradients off in their forward: there the running module decides.
         return "recompute" if torch.is_grad_enabled() or self._depth else "backward"
 
     def _enter_module(self, *_: Any) -> None:
@@ -216,23 +224,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             names = self._axes.get(group.group_name, ())
-            # Beside the mesh there are the whole job, and the pairs of first and last stage of a tied table.
-            whole = "world" if len(ranks) == dist.get_world_size() else "ends"
-            self._groups[key] = TraceGroup(axis=axis_of(names, kind) or whole, ranks=ranks)
+            # Groups outside the mesh: all ranks of the job, and the pairs of first and last stage of a tied table.
+            fallback = "world" if len(ranks) == dist.get_world_size() else "ends"
+            self._groups[key] = TraceGroup(axis=axis_of(names, kind) or fallback, ranks=ranks)
         return self._groups[key]
 
 
 def axis_names(meshes: Meshes) -> dict[str, tuple[str, ...]]:
-    """Name of each communicator -> the planner's names of its axes: all that span the whole job share one."""
+    """Return communicator name -> the planner's names of its axes.
+
+    Axes that span the whole job share a communicator.
+    """
     dims = meshes.dims
     grouped = dims.zero > 0 and dims.copies > 1 and dims.shard > 1
     outer = {"copies": "replica", "shard": "shard"} if grouped else {"copies": "data", "shard": "data"}
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
 
     def add(mesh: DeviceMesh, axis: str, word: str) -> None:
         if mesh[axis].size() > 1:
             name = mesh.get_group(axis).group_name
-            found[name] = (*found.get(name, ()), word)
+            names[name] = (*names.get(name, ()), word)
 
     for axis in ("copies", "shard"):
         add(meshes.dense, axis, outer[axis])
@@ -240,13 +251,16 @@ def axis_names(meshes: Meshes) -> dict[str, tuple[str, ...]]:
         add(meshes.work, axis, axis)
     add(meshes.dense, "tensor", "tensor")
     if meshes.experts is not None:
-        for axis, word in (("copies", "expert data"), ("shard", "expert data"), ("expert", "expert")):
-            add(meshes.experts, axis, word)
-    return found
+        for axis, planner_axis in (("copies", "expert data"), ("shard", "expert data"), ("expert", "expert")):
+            add(meshes.experts, axis, planner_axis)
+    return names
 
 
 def axis_of(names: Sequence[str], kind: str) -> str:
-    """Where axes share a communicator, messages and exchanges are not of those that only add up and gather."""
+    """Return the axis of an operation on a communicator that several axes share.
+
+    Messages and all-to-alls belong to axes such as pipeline or expert, sums and gathers to the others.
+    """
     if kind in ("send", "receive", "all-to-all"):
         names = [name for name in names if name not in EXCHANGED] or names
     else:
@@ -255,23 +269,23 @@ def axis_of(names: Sequence[str], kind: str) -> str:
 
 
 def held_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything that holds gradients at this moment."""
-    for held in engine.held:
-        if held.tensor.grad is not None:
-            yield "gradients", held.tensor.grad
-        if engine.exchange is not None and held.trained:
-            yield "gradients", engine.exchange.gradient(held.tensor)
+    """Yield every tensor that holds gradients at this moment."""
+    for stage_tensor in engine.held:
+        if stage_tensor.tensor.grad is not None:
+            yield "gradients", stage_tensor.tensor.grad
+        if engine.exchange is not None and stage_tensor.trained:
+            yield "gradients", engine.exchange.gradient(stage_tensor.tensor)
     for shard in engine.shards:
         if shard.tensor.grad is not None:
             yield "gradients", shard.tensor.grad
-    for part in engine.parts:
-        for module in part.model.modules():
+    for stage in engine.parts:
+        for module in stage.model.modules():
             if isinstance(module, FSDPModule):
                 yield from (("gradients", tensor) for tensor in _unsharded_gradients(module))
 
 
 def _unsharded_gradients(module: FSDPModule) -> Iterator[torch.Tensor]:
-    """Gradients FSDP2 has not reduced yet, which only its own records know (torch 2.11 to 2.13)."""
+    """Yield gradients that FSDP2 has not reduced yet, which only its private state refers to (torch 2.11 to 2.13)."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

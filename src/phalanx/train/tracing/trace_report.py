@@ -1,7 +1,8 @@
-"""A trace as text for a terminal, and beside the plan: bytes on every axis, FLOPs, memory by category.
+"""The report of a trace for a terminal, and its comparison with the plan: bytes per axis, FLOPs, memory by category.
 
-The planner speaks of a typical rank of the fullest stage. So traffic inside layers is held against the mean of the
-traced stages, traffic between stages, of gradients, and memory against the fullest, FLOPs against all ranks together.
+The planner describes a typical rank of the fullest stage. So traffic inside layers is compared with the mean of the
+traced stages, traffic between stages, traffic of gradients and memory with the fullest, FLOPs with all ranks
+together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from phalanx.units import format_bytes, format_seconds
 
 
 def render_rank(trace: RankTrace) -> str:
-    """One rank: messages, FLOPs, memory."""
+    """Return the report of one rank: messages, FLOPs, memory."""
     place = ", ".join(f"{axis} {index} of {size}" for axis, (index, size) in trace.place.items() if size > 1)
     layers = _range_text(trace.layers)
     lines = [
@@ -39,50 +40,50 @@ SHORT_HEAD = ("rank", "stages", "layers", "operations", "sent", "FLOPs", "peak",
 
 
 def render_ranks(traces: Sequence[RankTrace]) -> list[str]:
-    """A table with a line for each rank."""
+    """Return a table with a line for each rank."""
     rows = [
         (
-            f"{one.rank:,}",
-            _range_text(one.stages),
-            str(len(one.layers)),
-            f"{len(one.operations):,}",
-            format_bytes(sum(operation.sent_bytes for operation in one.operations)),
-            _flop_text(one.total_flops),
-            format_bytes(one.peak.nbytes),
-            one.peak.phase,
-            format_seconds(one.seconds),
+            f"{trace.rank:,}",
+            _range_text(trace.stages),
+            str(len(trace.layers)),
+            f"{len(trace.operations):,}",
+            format_bytes(sum(operation.sent_bytes for operation in trace.operations)),
+            _flop_text(trace.total_flops),
+            format_bytes(trace.peak.nbytes),
+            trace.peak.phase,
+            format_seconds(trace.seconds),
         )
-        for one in traces
+        for trace in traces
     ]
     return text_table([SHORT_HEAD, *rows], right=(0, 2, 3, 4, 5, 6, 8), indent=2)
 
 
 def render_against(lines: Sequence[PlanLine]) -> str:
-    """The comparison with the plan, a mark where it is out of its limit."""
+    """Return the comparison with the plan, with a mark for values outside their limit."""
     rows = [("", "", "plan", "trace", "difference", "")]
     for line in lines:
-        show = _flop_text if line.kind == "FLOPs" else format_bytes
+        show_size = _flop_text if line.kind == "FLOPs" else format_bytes
         word = "within" if line.agrees else "more than"
         mark = f"{word} {line.limit:.0%}" + (" of all" if line.total else "") if line.limit else line.reason
         difference = f"{line.difference:+.1%}"
-        rows.append((line.kind, line.name, show(line.planned), show(line.traced), difference, mark))
+        rows.append((line.kind, line.name, show_size(line.planned), show_size(line.traced), difference, mark))
     return "\n".join(["AGAINST THE PLAN", *text_table(rows, right=(2, 3, 4), indent=2)])
 
 
 def render_fit(fit: TracedFit, *, recompute: str) -> str:
-    """Whether the traced step fits; where it does not, what would make it."""
+    """Return a verdict on whether the traced step fits its device, with remedies if it does not."""
     need = (
         f"{format_bytes(fit.traced_bytes)} traced + {format_bytes(fit.buffers_bytes)} for buffers, of "
         f"{format_bytes(fit.usable_bytes)} usable"
     )
     if fit.fits:
         return f"FITS: {need}"
-    more = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
+    advice = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
         recompute, ""
     )
     return (
         f"DOES NOT FIT: {need}\n  the step would run out of memory\n"
-        f'  try {more}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
+        f'  try {advice}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
     )
 
 
@@ -120,8 +121,8 @@ def _phase_flop_lines(trace: RankTrace) -> list[str]:
 
 def _peak_lines(trace: RankTrace) -> list[str]:
     peak = trace.peak
-    parts = [(part, size) for part in MEMORY_PARTS if (size := peak.parts_bytes.get(part))]
-    rows = [(part, format_bytes(size), f"{size / peak.nbytes:.1%}") for part, size in parts]
+    categories = [(category, size) for category in MEMORY_PARTS if (size := peak.parts_bytes.get(category))]
+    rows = [(category, format_bytes(size), f"{size / peak.nbytes:.1%}") for category, size in categories]
     rows += [("peak", format_bytes(peak.nbytes), ""), ("between steps", format_bytes(peak.rest_bytes), "")]
     if peak.host_bytes:
         rows.append(("on the host", format_bytes(peak.host_bytes), ""))
@@ -136,25 +137,26 @@ def _flop_text(value: float) -> str:
 
 
 def _range_text(numbers: Sequence[int]) -> str:
-    """0-3, 16-19"""
-    found: list[list[int]] = []
+    """Format ascending numbers as ranges, such as "0-3, 16-19"."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-# The trace beside the plan.
+# Comparison of the trace with the plan.
 
 LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
-AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner gives for a mean stage
+# Axes for which the planner predicts the traffic of a mean stage
+AVERAGE = ("tensor", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanLine:
-    """One quantity, predicted and traced. `limit` is 0 where the two are not comparable, for the reason given."""
+    """One quantity, predicted and traced; `limit` is 0 if the two are not comparable, and `reason` explains why."""
 
     JSON_PROPERTIES: ClassVar = ("difference", "agrees")
 
@@ -163,17 +165,17 @@ class PlanLine:
     planned: float
     traced: float
     limit: float = 0.0
-    total: float = 0.0  # what the limit is a share of: the planned sum, of a part; 0 is `planned`
+    total: float = 0.0  # the value that the limit is a share of: the planned sum, for a part; 0 means `planned`
     reason: str = ""
 
     @property
     def difference(self) -> float:
-        """Traced over planned, less one."""
+        """Relative difference: traced over planned, less one."""
         return self.traced / self.planned - 1.0 if self.planned else 0.0 if not self.traced else float("inf")
 
     @property
     def agrees(self) -> bool:
-        """Within its limit, where it has one."""
+        """True if the traced value is within its limit, or has none."""
         if not self.limit:
             return True
         if self.total:
@@ -183,7 +185,7 @@ class PlanLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedFit:
-    """Whether the fullest traced rank fits its device: what it needs, and what it may fill."""
+    """Memory need of the fullest traced rank, and the memory of its device."""
 
     JSON_PROPERTIES: ClassVar = ("fits",)
 
@@ -193,12 +195,12 @@ class TracedFit:
 
     @property
     def fits(self) -> bool:
-        """True where the rank can run in the memory there is."""
+        """True if the rank fits into the usable memory."""
         return self.traced_bytes + self.buffers_bytes <= self.usable_bytes
 
 
 def traced_fit(request: PlanRequest, layout: Layout, memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
-    """The fullest of the traced ranks against the memory of its device, less what fp8 keeps in one byte."""
+    """Compare the fullest traced rank, less the bytes that fp8 saves, with the memory of its device."""
     narrower = _traced_memory(request, layout).total_bytes - predict_layout(request, layout)[1].total_bytes
     return TracedFit(
         traced_bytes=max(trace.peak.nbytes for trace in traces) - narrower,
@@ -208,7 +210,7 @@ def traced_fit(request: PlanRequest, layout: Layout, memory: MemoryReport, trace
 
 
 def against_plan(request: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
-    """Every line of the comparison; `traces` holds one rank of every pipeline place."""
+    """Return every line of the comparison; `traces` must contain a rank of every pipeline stage."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
     memory = _traced_memory(request, layout)
     return [
@@ -219,17 +221,17 @@ def against_plan(request: PlanRequest, layout: Layout, traces: Sequence[RankTrac
 
 
 def _traced_memory(request: PlanRequest, layout: Layout) -> MemoryReport:
-    """What the plan counts for the step that is traced: fp8 is traced as bf16 (`traceable_settings`)."""
+    """Return the memory prediction for the step as traced: fp8 is traced as bf16 (`traceable_settings`)."""
     traced = replace(layout, precision="bf16") if layout.precision == "fp8" else layout
     return predict_layout(request, traced)[1]
 
 
 def _traffic_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     lines = []
-    for use in map_axes(request, layout):
-        sent = [trace.sent_bytes(use.axis) for trace in stages]
-        traced = sum(sent) / len(sent) if use.axis in AVERAGE else max(sent)
-        lines.append(PlanLine(kind="communication", name=use.axis, planned=use.bytes_per_step, traced=traced))
+    for axis_use in map_axes(request, layout):
+        sent = [trace.sent_bytes(axis_use.axis) for trace in stages]
+        traced = sum(sent) / len(sent) if axis_use.axis in AVERAGE else max(sent)
+        lines.append(PlanLine(kind="communication", name=axis_use.axis, planned=axis_use.bytes_per_step, traced=traced))
     total = PlanLine(
         kind="communication",
         name="all axes",
@@ -241,16 +243,16 @@ def _traffic_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTr
 
 
 def _judge_parts(lines: Sequence[PlanLine], total: PlanLine) -> list[PlanLine]:
-    """Parts of a sum, each of which may miss its plan by as much as the sum may."""
+    """Set the limit of the parts of a sum: each may differ from its plan by as much as the sum may."""
     return [replace(line, limit=total.limit, total=total.planned) for line in lines]
 
 
 def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
-    inside = layout.devices // layout.pipeline
+    ranks_per_stage = layout.devices // layout.pipeline
     planned = executed_flops(request, layout)
 
     def traced(*phases: str, kind: str) -> float:
-        return inside * sum(trace.flops.get(phase, {}).get(kind, 0) for trace in stages for phase in phases)
+        return ranks_per_stage * sum(trace.flops.get(phase, {}).get(kind, 0) for trace in stages for phase in phases)
 
     lines = [
         PlanLine(kind="FLOPs", name=name, planned=planned[name], traced=traced(*phases, kind=kind))
@@ -259,8 +261,8 @@ def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace
             ("attention", "attention", ("forward", "backward")),
         )
     ]
-    again = traced("recompute", kind="linear") + traced("recompute", kind="attention")
-    lines.append(PlanLine(kind="FLOPs", name="recompute", planned=planned["recompute"], traced=again))
+    recomputed = traced("recompute", kind="linear") + traced("recompute", kind="attention")
+    lines.append(PlanLine(kind="FLOPs", name="recompute", planned=planned["recompute"], traced=recomputed))
     total = PlanLine(
         kind="FLOPs",
         name="all",
@@ -271,32 +273,32 @@ def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace
     return [*_judge_parts([line for line in lines if line.planned or line.traced], total), total]
 
 
-# A category of the trace -> where the planner counts it. FSDP2 keeps its shards in the master format and gathers what
-# is computed with; the planner counts 16-bit weights, and master weights with the optimizer.
+# A category of the trace -> the planner's categories. FSDP2 holds its shards in the master format and gathers
+# weights for computing; the planner counts 16-bit weights, and master weights with the optimizer.
 TOGETHER = {
     "weights and optimizer": (("parameters", "gathered", "optimizer"), ("weights", "optimizer", "gathered")),
     "gradients": (("gradients",), ("gradients",)),
     "activations and logits": (("activations", "logits", "working", "exchange"), ("activations", "logits")),
 }
-# The planner counts each part at its own fullest moment. At the traced peak gradients may not be made yet, be reduced
-# already or stand in buffers, whose bytes are those of activations that are gone: only the sum is the same quantity.
+# The planner counts each part at its own maximum. At the traced peak gradients may not exist yet, be reduced
+# already or be in buffers, whose bytes are those of freed activations: only the sum is comparable.
 OTHER_MOMENT = "not comparable: the plan's largest, the trace's at the peak"
 
 
 def _memory_lines(memory: MemoryReport, stages: Sequence[RankTrace]) -> list[PlanLine]:
     fullest = max(stages, key=lambda trace: trace.peak.nbytes)
-    parts, planned = fullest.peak.parts_bytes, memory.parts_bytes
+    trace_bytes, planned = fullest.peak.parts_bytes, memory.parts_bytes
     lines = [
         PlanLine(
             kind="memory",
             name=name,
-            planned=sum(planned.get(part, 0.0) for part in theirs),
-            traced=float(sum(parts.get(part, 0) for part in mine)),
+            planned=sum(planned.get(category, 0.0) for category in plan_categories),
+            traced=float(sum(trace_bytes.get(category, 0) for category in trace_categories)),
             reason=OTHER_MOMENT,
         )
-        for name, (mine, theirs) in TOGETHER.items()
+        for name, (trace_categories, plan_categories) in TOGETHER.items()
     ]
-    # The planner's buffers are the communication library's and the allocator's: a trace has neither.
+    # The planner's buffers belong to the communication library and the allocator, which a trace does not have.
     total = PlanLine(
         kind="memory",
         name="peak",

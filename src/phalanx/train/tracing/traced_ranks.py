@@ -1,4 +1,4 @@
-"""Several ranks of one job, each traced in a process of its own, and which of its ranks there are to tell apart."""
+"""Tracing of several ranks of one job, each in its own process, and the choice of ranks that differ."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from phalanx.train.rank_settings import Settings
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.verify.ranks import warm_up
 
-STILL_S = 10.0  # after which a person is told that it goes on
-PRELOAD = ("phalanx.train.tracing.traced_step",)  # torch is imported once, not by every worker
+STILL_S = 10.0  # seconds after which progress is reported
+# torch is imported once, not by every worker
+PRELOAD = ("phalanx.train.tracing.traced_step",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedStep:
-    """What every rank of a job is told: enough to build its engine."""
+    """Description of a job's step for the traced ranks: enough to build their engines."""
 
     shape: ModelShape
     settings: Settings
@@ -37,26 +38,26 @@ class TracedStep:
 
     @classmethod
     def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False, allow_code: bool = False) -> TracedStep:
-        """The step of a planned job; on GPUs it is compiled unless the job says otherwise."""
+        """Build the description for a planned job; on GPUs the step is compiled unless the job disables it."""
         settings = Settings.of(job, layout, on_gpu=on_gpu, allow_code=allow_code)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
 
 
 def stage_ranks(layout: Layout) -> list[int]:
-    """One rank of every pipeline place, and the far corner of the first: only the pipeline makes ranks differ.
+    """Return one rank of every pipeline stage, and the last rank of the first: only the pipeline makes ranks differ.
 
     >>> stage_ranks(Layout(data=2, shard=1, tensor=2, context=1, pipeline=2, virtual_pipeline=1, expert=1, zero=0,
     ...     sequence_parallel=False, micro_batch=1, accumulation=1, recompute="none", precision="bf16",
     ...     schedule="1f1b", offload="none", compression="none"))
     [0, 4, 3]
     """
-    inside = layout.data * layout.context * layout.tensor
-    first = [place * inside for place in range(layout.pipeline)]
-    return [*first, inside - 1] if inside > 1 else first
+    ranks_per_stage = layout.data * layout.context * layout.tensor
+    first = [place * ranks_per_stage for place in range(layout.pipeline)]
+    return [*first, ranks_per_stage - 1] if ranks_per_stage > 1 else first
 
 
 def check_rank(rank: int, layout: Layout) -> None:
-    """Refuse a rank the job does not have."""
+    """Raise UserError for a rank that the job does not have."""
     if not 0 <= rank < layout.devices:
         raise mistake(
             "phalanx trace --rank",
@@ -74,15 +75,20 @@ def trace_ranks(
     done: Callable[[RankTrace], None] = lambda _: None,
     still: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
 ) -> list[RankTrace]:
-    """The step of each rank, in the order asked for; one rank alone is traced in this process.
+    """Trace the step on each rank, and return the traces in the order of `ranks`.
 
-    `still` is told now and then which ranks are being traced, and for how long this has been going on.
+    Args:
+        step: The job's step.
+        ranks: Ranks to trace; a single one is traced in this process.
+        workers: Processes at once; default is the number of cores.
+        done: Called with each finished trace.
+        still: Called regularly with the ranks in work and the seconds since the start.
     """
     if len(ranks) == 1:
         with _reported_regularly(lambda seconds: still(ranks, seconds)):
-            found = [_trace_rank(step, ranks[0])]
-        done(found[0])
-        return found
+            single_trace = [_trace_rank(step, ranks[0])]
+        done(single_trace[0])
+        return single_trace
     workers = min(workers or os.cpu_count() or 1, len(ranks))
     traces: dict[int, RankTrace] = {}
     began_s = time.monotonic()
@@ -104,20 +110,21 @@ def trace_ranks(
 
 
 class _Worker:
-    """A process that traces one rank; gone when its context ends, however it ends, and when its parent dies."""
+    """A process that traces one rank; it is killed when its context exits, and ends when its parent dies."""
 
     def __init__(self, step: TracedStep, rank: int) -> None:
         context = warm_up(PRELOAD)
         self.rank = rank
-        self.answers, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve_parent, args=(theirs, step, rank), daemon=True)
-        self._process.start()  # waits until the server has imported torch; Ctrl-C ends that too
-        theirs.close()
+        self.answers, child_end = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve_parent, args=(child_end, step, rank), daemon=True)
+        # Waits until the fork server has imported torch; Ctrl-C interrupts that too
+        self._process.start()
+        child_end.close()
 
     def answer(self) -> RankTrace:
-        """What it found; raises what it raised."""
+        """Return the trace, or raise the worker's error."""
         try:
-            found = self.answers.recv()
+            reply = self.answers.recv()
         except EOFError:
             self._process.join(1.0)
             raise SystemFailure(
@@ -128,9 +135,9 @@ class _Worker:
                     fix="trace fewer at a time: --workers 1",
                 )
             ) from None
-        if isinstance(found, RankTrace):
-            return found
-        raise UserError(found) if isinstance(found, tuple) else RuntimeError(found)
+        if isinstance(reply, RankTrace):
+            return reply
+        raise UserError(reply) if isinstance(reply, tuple) else RuntimeError(reply)
 
     def __enter__(self) -> _Worker:
         return self
@@ -143,23 +150,26 @@ class _Worker:
 
 
 def _serve_parent(pipe: Connection, step: TracedStep, rank: int) -> None:
-    """The life of a worker. Ctrl-C reaches the whole terminal: the parent answers it, and ends us."""
+    """Run a worker, and send its trace or error to the parent.
+
+    It ignores Ctrl-C, which reaches all processes of the terminal: the parent handles it and ends its workers.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    found: RankTrace | tuple[Problem, ...] | str
+    reply: RankTrace | tuple[Problem, ...] | str
     try:
-        found = _trace_rank(step, rank)
+        reply = _trace_rank(step, rank)
     except UserError as error:
-        found = error.problems
+        reply = error.problems
     except Exception as error:
-        found = f"rank {rank}: {type(error).__name__}: {error}"
+        reply = f"rank {rank}: {type(error).__name__}: {error}"
     with suppress(BrokenPipeError):
-        pipe.send(found)
+        pipe.send(reply)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed can end nobody: its end of a pipe closes, which wakes this thread."""
+    """End this process when its parent dies: the closing pipe wakes the thread."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -168,25 +178,25 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _reported_regularly(tell: Callable[[float], None]) -> Iterator[None]:
-    """While this thread works, another one says for how long."""
-    began_s, over = time.monotonic(), threading.Event()
+    """Call the given function regularly from another thread with the seconds that the block has run."""
+    began_s, is_over = time.monotonic(), threading.Event()
 
-    def speak() -> None:
-        while not over.wait(STILL_S):
+    def report_regularly() -> None:
+        while not is_over.wait(STILL_S):
             tell(time.monotonic() - began_s)
 
-    thread = threading.Thread(target=speak, daemon=True)
+    thread = threading.Thread(target=report_regularly, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
 @contextmanager
 def _ends_when_terminated() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that no worker is left behind; the exit code is 143, as in shells."""
+    """Turn SIGTERM into SystemExit(143), so that the stack unwinds as for Ctrl-C and no worker is left."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,11 +204,11 @@ def _ends_when_terminated() -> Iterator[None]:
     def terminate(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _trace_rank(step: TracedStep, rank: int) -> RankTrace:

@@ -1,7 +1,8 @@
-"""The real step of one rank of a world of any size on one CPU: a fake group moves nothing, fake tensors hold nothing.
+"""Dry trace of a rank: its real training step on one CPU, with a fake process group and fake tensors.
 
-What makes the engine traceable: shapes between stages are known, the one read of a step is answered with constants, and
-experts take tokens in turn. A short first step is not recorded: FSDP2 and the optimizer make their buffers in it.
+To make the engine traceable, shapes between stages are known in advance, the one read of a step returns constants,
+and experts take tokens in turn. A short first step is not recorded: FSDP2 and the optimizer create their buffers in
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from phalanx.train.verify.ranks import run_ranks
 def trace_rank(
     shape: ModelShape, settings: Settings, optim: Optim, *, rank: int, state_dtype: str = "fp32"
 ) -> RankTrace:
-    """One step of `rank`, recorded without its peers, its data or its memory."""
+    """Record one step of `rank` without its peers, its data or its memory."""
     began_s = time.perf_counter()
     forget_meshes()
     with (
@@ -45,12 +46,14 @@ def trace_rank(
         _fake_world(rank, settings.layout.devices),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
-        gc.freeze()  # the collector need not walk torch's million objects again and again
-        warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
+        # Spares the garbage collector from walking torch's million objects
+        gc.freeze()
+        # torch's warnings about the program, which a training run shows instead
+        warnings.simplefilter("ignore")
         fused = fused_products() if settings.compile else nullcontext()
         try:
             with fused:
-                found = record_step(
+                trace = record_step(
                     shape,
                     traceable_settings(settings),
                     optim,
@@ -65,16 +68,16 @@ def trace_rank(
         finally:
             gc.unfreeze()
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
+    return replace(trace, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
 
 
 def _reads_values(shape: ModelShape, error: Exception) -> UserError:
-    """A network of the user's own that cannot be traced, with the last line of it."""
-    steps = traceback.extract_tb(error.__traceback__)
-    own = [step for step in steps if step.filename == shape.module.rpartition(":")[0]]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "model.module"
+    """Return the error for an untraceable network of the user's, at its last line in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if frame.filename == shape.module.rpartition(":")[0]]
+    location = f"{own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else "model.module"
     return mistake(
-        where,
+        location,
         f"{shape.module} reads the value of a tensor in forward",
         why="a traced step has shapes and no values; nn.BatchNorm with momentum=None reads its count, for one",
         fix="train a few steps and look at the record, or trace a network that does not",
@@ -82,9 +85,9 @@ def _reads_values(shape: ModelShape, error: Exception) -> UserError:
 
 
 def traceable_settings(settings: Settings) -> Settings:
-    """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16.
+    """Replace settings that have no CPU kernels or hide operators: compiled blocks run eagerly, fp8 as bf16.
 
-    `trace_rank` makes up for it in memory: see `kernels`.
+    `trace_rank` compensates for it in memory: see `gpu_kernels.py`.
     """
     compute = "bf16" if settings.compute == "fp8" else settings.compute
     return replace(settings, compile=False, compute=compute)
@@ -101,23 +104,23 @@ def record_step(
 ) -> RankTrace:
     """Build this rank's engine, warm it up, and record one step of it. The process group must exist.
 
-    A dry step can stand for a `compiled` one: it runs plain, and keeps what the compiled one would.
+    A dry step can represent a `compiled` one: it runs eagerly, and saves what the compiled one would.
     """
     layout, dry = settings.layout, fakes is not None
     read = constant_values if dry else torch.Tensor.tolist
     run = run_plainly if fakes is None else Shortcuts(fakes).run
     with fused_norms(), Recorder(run) as recorder:
         engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
-        for part in engine.parts:
-            balance_routing(part.model)
+        for stage in engine.parts:
+            balance_routing(stage.model)
         if compiled:
             engine.micro_batches.loss = fused_loss
         recorder.attach(engine)
         if dry:
-            # Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage.
+            # Micro-batches of the warm-up step: two, so that one of them is not the last; 1F1B needs one per stage.
             least = layout.pipeline if layout.virtual_pipeline == 1 else 2
             _run_steps(engine, min(layout.accumulation, max(least, 2)), dry=True)
-            engine.micro_batches.clear_schedules()  # and the receive buffers of so many micro-batches
+            engine.micro_batches.clear_schedules()  # and their receive buffers
         else:
             engine.initialise()
             _run_steps(engine, layout.accumulation, dry=False)
@@ -135,16 +138,17 @@ def _run_steps(engine: Engine, micro_batches: int, *, dry: bool) -> None:
 
 
 def constant_values(numbers: torch.Tensor) -> list[float]:
-    """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no request to stop."""
+    """Return constants for the values that ranks would sum: a finite norm, a loss, some tokens, and no stop request."""
     return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
 
 
 def forget_meshes() -> None:
-    """DTensor keeps what it once worked out for a mesh, with the names of groups that an earlier trace has closed."""
+    """Clear DTensor's caches, which refer to the groups of meshes that an earlier trace has destroyed."""
     from torch.distributed.tensor import _redistribute, debug
 
     for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
-        getattr(module, name, lambda: None)()  # torch 2.11 lacks the second
+        # torch 2.11 lacks the second
+        getattr(module, name, lambda: None)()
 
 
 @contextmanager
@@ -159,7 +163,7 @@ def _fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def record_ranks(step: TracedStep, *, limit_s: float | None = None) -> list[RankTrace]:
-    """The same step on real ranks of this machine over gloo: what a dry trace must equal.
+    """Record the step on real ranks of this machine over gloo, as a reference for a dry trace.
 
     Experts take tokens in turn, as in a dry trace.
     """

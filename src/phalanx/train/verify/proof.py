@@ -1,4 +1,4 @@
-"""`phalanx verify`: a plan's layout against one process, on a small copy of the model or the model itself."""
+"""`phalanx verify`: compare a plan's layout with one process, on a small copy of the model or the model itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutProof:
-    """What was run, how far it was from one process, and what the proof does not cover."""
+    """The trial that was run, its difference from one process, and the features that the proof does not cover."""
 
     job: str
     model: str
@@ -40,15 +40,16 @@ class LayoutProof:
     small: Layout
     terms: Terms
     ranks: int
-    gpus: int  # that the ranks ran on; 0 is CPUs
+    gpus: int  # GPUs that the ranks used; 0 means CPUs
     compiled: bool
     steps: int
     optimizer: str
     changes: list[SizeChange]
     left_out: list[str]
     comparison: OutcomeComparison
-    again: OutcomeComparison | None  # of a second start, which finds the compiled code of the first in its cache
-    cached: int  # graphs that the second start found there, of all ranks
+    # Of a second start, which loads the compiled code of the first from the cache
+    again: OutcomeComparison | None
+    cached: int  # graphs that the second start loaded from the cache, over all ranks
     bounds: Tolerances
     one_s: float
     split_s: float
@@ -56,7 +57,7 @@ class LayoutProof:
 
     @property
     def holds(self) -> bool:
-        """Whether the layout gives what one process gives."""
+        """True if the layout computes what one process computes."""
         return self.comparison.first is None and (self.again is None or self.again.first is None)
 
 
@@ -74,10 +75,22 @@ def prove_layout(
     tell: Callable[[str], None] = lambda text: None,
     began_s: float | None = None,
 ) -> LayoutProof:
-    """Run both and compare. Raises UserError for what cannot be trained, SystemFailure when a process fails.
+    """Run the layout and one process, and compare.
 
-    `on_gpu` says where the job would run, `terms` where and how the proof does, `gpus` how many there are for it.
-    `began_s` (time.monotonic) starts the clock earlier. `allow_code` runs a loss and an optimizer of the user's own.
+    Raises UserError for untrainable jobs, SystemFailure if a process fails.
+
+    Args:
+        job: The job.
+        layout: The planned layout to verify.
+        steps: Training steps of the trial.
+        terms: Device, precision and size of the proof.
+        on_gpu: Whether the job itself would run on GPUs.
+        gpus: Number of GPUs available for the proof.
+        limit_s: Seconds after which the ranks are given up; the default adapts to the load of the machine.
+        debug: Show the ranks' output and tracebacks.
+        allow_code: Whether a user's own loss and optimizer may run.
+        tell: Called with progress messages.
+        began_s: Start of the total time (time.monotonic), default now.
     """
     began_s = time.monotonic() if began_s is None else began_s
     refuse_own_model(job)
@@ -98,16 +111,17 @@ def prove_layout(
         def run(one: Trial) -> TrialOutcome:
             return run_trial(one, limit_s=limit_s, debug=debug, place=place)
 
-        how = f"{'compiled, ' if trial.settings.compile else ''}{format_name(terms.precision)}"
-        tell(f"one process, {plural(trial.shape.layers, 'layer')}, {plural(steps, 'step')}, {how}")
-        # In float64 kernels may not matter, so the one process is plain; elsewhere it must run the same ones.
-        wanted = run(reference_trial(trial if terms.precision != EXACT else eager_trial(trial)))
+        trial_kind = f"{'compiled, ' if trial.settings.compile else ''}{format_name(terms.precision)}"
+        tell(f"one process, {plural(trial.shape.layers, 'layer')}, {plural(steps, 'step')}, {trial_kind}")
+        # In float64 the choice of kernels may not matter, so the one process runs eagerly; in other formats it must
+        # run the same.
+        reference = run(reference_trial(trial if terms.precision != EXACT else eager_trial(trial)))
         tell(f"{plural(small.devices, 'rank')}: {small.name}")
-        found = run(trial)
-        again = None
+        outcome = run(trial)
+        second_outcome = None
         if trial.settings.compile and small.devices > 1:
             tell("the same again, from the compile cache")
-            again = run(trial)
+            second_outcome = run(trial)
     return LayoutProof(
         job=job.name,
         model=job.model.name,
@@ -121,24 +135,24 @@ def prove_layout(
         optimizer=trial.settings.optimizer or trial.optim.name,
         changes=size_changes(job, layout, trial),
         left_out=features_left_out(job, layout, trial, compiled=settings.compile, on_gpu=on_gpu),
-        comparison=compare_outcomes(found, wanted, bounds),
-        again=compare_outcomes(again, wanted, bounds) if again is not None else None,
-        cached=again.graphs[0] if again is not None else 0,
+        comparison=compare_outcomes(outcome, reference, bounds),
+        again=compare_outcomes(second_outcome, reference, bounds) if second_outcome is not None else None,
+        cached=second_outcome.graphs[0] if second_outcome is not None else 0,
         bounds=bounds,
-        one_s=wanted.seconds,
-        split_s=found.seconds,
+        one_s=reference.seconds,
+        split_s=outcome.seconds,
         total_s=time.monotonic() - began_s,
     )
 
 
-# The page `phalanx verify` prints.
+# The report of `phalanx verify`.
 
 
 AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
 
 
 def render_proof(proof: LayoutProof) -> str:
-    """The proof as a person reads it: the verdict, what was split how far, what differed how much."""
+    """Return the report: verdict, degrees of the axes, differences and notes."""
     blocks = [
         [f"{proof.job}: {proof.model}, {proof.layout.name}", _verdict_line(proof)],
         _axis_lines(proof),
@@ -152,31 +166,31 @@ def _verdict_line(proof: LayoutProof) -> str:
     ranks = plural(proof.ranks, "rank")
     if proof.gpus:
         ranks += f" on {plural(proof.gpus, 'GPU')} over NCCL"
-    both = f"{ranks} and one process"
-    how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in {format_name(proof.terms.precision)}"
-    how += ", compiled" if proof.compiled else ""
+    participants = f"{ranks} and one process"
+    method = f"{plural(proof.steps, 'step')} of {proof.optimizer} in {format_name(proof.terms.precision)}"
+    method += ", compiled" if proof.compiled else ""
     if proof.comparison.first is not None:
-        return f"DIFFERS: {proof.comparison.first.render()}\n({both}, {how})"
+        return f"DIFFERS: {proof.comparison.first.render()}\n({participants}, {method})"
     if proof.again is not None and proof.again.first is not None:
-        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({both}, {how}, second start)"
-    twice = (
+        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({participants}, {method}, second start)"
+    cache_note = (
         f", twice: {plural(proof.cached, 'graph')} of the second start came from the compile cache"
         if proof.again
         else ""
     )
-    return f"VERIFIED: {both} compute the same, {how}{twice}"
+    return f"VERIFIED: {participants} compute the same, {method}{cache_note}"
 
 
 def _axis_lines(proof: LayoutProof) -> list[str]:
-    shown = [name for name in AXES if getattr(proof.layout, name) > 1 or name == "data"]
-    rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in shown]
+    axes = [name for name in AXES if getattr(proof.layout, name) > 1 or name == "data"]
+    rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in axes]
     rows.append(("ranks", proof.layout.devices, proof.small.devices))
-    cells = [(name, f"{real:,}", f"{small:,}") for name, real, small in rows]
+    cells = [(name, f"{job_degree:,}", f"{verified_degree:,}") for name, job_degree, verified_degree in rows]
     return text_table([("axis", "job", "verified"), *cells], right=(1, 2), indent=2)
 
 
 def _difference_lines(proof: LayoutProof) -> list[str]:
-    """How far apart, and how far is allowed; of both starts the worse."""
+    """Return the table of differences and bounds; of two starts it shows the larger difference."""
     bounds = proof.bounds
     rows = [
         ("loss", "loss", _allowed_text(bounds.loss, bounds)),
@@ -184,13 +198,16 @@ def _difference_lines(proof: LayoutProof) -> list[str]:
         ("gradient norm", "norm", _allowed_text(bounds.norm, bounds)),
     ]
     if not proof.terms.full_size:
-        of = "each tensor, first step" if bounds.rounding else "each tensor's largest"
-        rows.append(("gradients", "gradient", f"{_size_text(bounds.gradient, bounds)} of {of}"))
+        reference = "each tensor, first step" if bounds.rounding else "each tensor's largest"
+        rows.append(("gradients", "gradient", f"{_size_text(bounds.gradient, bounds)} of {reference}"))
         if bounds.parameter is not None:
             rows.append(("parameters", "parameter", _size_text(bounds.parameter, bounds)))
     head = "relative difference" if bounds.rounding else "largest difference"
-    runs = [one for one in (proof.comparison, proof.again) if one is not None]
-    cells = [(name, f"{max(getattr(one, key) for one in runs):.0e}", allowed) for name, key, allowed in rows]
+    comparisons = [comparison for comparison in (proof.comparison, proof.again) if comparison is not None]
+    cells = [
+        (name, f"{max(getattr(comparison, key) for comparison in comparisons):.0e}", allowed)
+        for name, key, allowed in rows
+    ]
     return text_table([(head, "found", "allowed"), *cells], right=(1,), indent=2)
 
 
@@ -206,8 +223,8 @@ def _size_text(size: float, bounds: Tolerances) -> str:
 def _note_lines(proof: LayoutProof) -> list[str]:
     lines = []
     if proof.changes:
-        small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)
-        lines.append(f"  scaled down: {small}")
+        changes = ", ".join(f"{change.name} {change.real:,} → {change.small:,}" for change in proof.changes)
+        lines.append(f"  scaled down: {changes}")
     if proof.bounds.rounding:
         lines.append(
             f"  allowed: the loss 1, the gradient norm 4, each gradient 16 roundings of {proof.bounds.rounding:.1e} "
@@ -215,6 +232,6 @@ def _note_lines(proof: LayoutProof) -> list[str]:
         )
     if proof.left_out:
         lines.append(f"  not covered: {'; '.join(proof.left_out)}")
-    split = f"{plural(proof.ranks, 'rank')} {format_seconds(proof.split_s)}"
-    lines.append(f"  took {format_seconds(proof.total_s)}: one process {format_seconds(proof.one_s)}, {split}")
+    split_time = f"{plural(proof.ranks, 'rank')} {format_seconds(proof.split_s)}"
+    lines.append(f"  took {format_seconds(proof.total_s)}: one process {format_seconds(proof.one_s)}, {split_time}")
     return lines

@@ -1,7 +1,7 @@
-"""Imported by the server that forks ranks, before torch is: it ends with its caller, also while it still imports.
+"""Module that the fork server imports before torch, so that the server ends with its caller even while it imports.
 
-The only module here that does something when it is imported, and only in that server: multiprocessing runs no other
-code of ours there.
+It is the only module here with an effect at import, and only in that server: multiprocessing runs no other Phalanx
+code there.
 """
 
 import os
@@ -10,12 +10,13 @@ from types import TracebackType
 
 from phalanx.elastic.rank_process import die_with
 
-CALLER = "PHALANX_RANKS_CALLER"  # the process id of whoever starts the server
-SERVER_PID = os.getpid()  # as the ranks that it forks see it: their parent, unless it has ended since
+CALLER = "PHALANX_RANKS_CALLER"  # the process id of the server's caller
+# Seen from forked ranks: their parent, unless it has ended
+SERVER_PID = os.getpid()
 
 
 def _silent_when_abandoned(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A rank that was forked as its caller ended hears nothing of what it was to do: no fault, and no news."""
+    """Suppress EOFError: a rank forked while its caller ended receives no task, which is not a fault."""
     if not isinstance(error, EOFError):
         sys.__excepthook__(kind, error, trace)
 

@@ -1,8 +1,8 @@
-"""A small copy of a job that splits as the large one does: every axis that is used stays used, every remainder remains.
+"""Small copy of a job for `phalanx verify` that splits as the original does, with the same axes and remainders.
 
-What matters to a layout is which axes there are, what divides what, and in which order things happen; not how much of
-each. A layout that this machine has ranks for is kept; in a larger one degrees fall to 2 (4 where a group lies inside a
-group) and grow again while ranks are left. The model falls to a few layers of a few columns.
+For a layout it matters which axes are used, which sizes divide which, and in which order things happen; not the sizes
+themselves. A layout that this machine has ranks for is kept; in a larger one degrees fall to 2 (4 for a group inside
+a group) and grow again while ranks are available. The model shrinks to a few layers and columns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from phalanx.train.verify.terms import EXACT, EXACTLY, RANKS, Terms
 from phalanx.train.verify.trial import Trial
 
 HIDDEN, HEAD, FFN, EXPERT_FFN, VOCAB, SEQUENCE = 32, 8, 48, 16, 64, 16
-# Of narrow formats: at 1e-2, where float64 agrees as well, these models train on the edge of stability, and rounding of
-# 4e-5 in the first gradient norm (bf16) was 1e-1 in the fifth; at 1e-3 it stayed below 3e-4.
+# For narrow formats: at 1e-2, where float64 agrees too, these models train on the edge of stability, and rounding
+# of 4e-5 in the first gradient norm (bf16) became 1e-1 in the fifth; at 1e-3 it stayed below 3e-4.
 GENTLE_LR = 1e-3
-ROUNDING = ("adamw8bit",)  # optimizers that round on purpose: a last bit becomes a visible step
+# Optimizers that round on purpose: a last bit becomes a visible step
+ROUNDING = ("adamw8bit",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeChange:
-    """One number of the job and what it is in the copy."""
+    """One number of the job and its value in the copy."""
 
     name: str
     real: object
@@ -37,7 +38,7 @@ class SizeChange:
 
 
 def refuse_own_model(job: Job) -> None:
-    """Raises UserError for a network of the user's own."""
+    """Raise UserError for a user's own network."""
     if job.model.module:
         raise mistake(
             "model.module",
@@ -51,22 +52,23 @@ def refuse_own_model(job: Job) -> None:
 def make_small_trial(
     job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY, allow_code: bool = False
 ) -> Trial:
-    """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
+    """Return the trial that represents a job under a layout, which must have passed `check_layout`."""
     refuse_own_model(job)
-    kind, some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
+    context_kind, recomputes_some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
     if terms.full_size:
         small, shape, sequence = replace(layout, compression="none"), job.model, job.data.sequence
-        recompute_layers = int(job.parallel.recompute_layers) if some else None
+        recompute_layers = int(job.parallel.recompute_layers) if recomputes_some else None
     else:
         small = scale_down_layout(job.model, layout, ranks=terms.ranks)
-        shape = shrink_model(job.model, layout, small, ulysses=kind == "ulysses")
+        shape = shrink_model(job.model, layout, small, ulysses=context_kind == "ulysses")
         sequence = _round_up(SEQUENCE, 2 * small.context * small.tensor)
-        recompute_layers = 1 if some else None
-        if some:  # one of two layers is recomputed on every stage
+        recompute_layers = 1 if recomputes_some else None
+        if recomputes_some:  # one of two layers is recomputed on every stage
             shape = replace(shape, layers=max(shape.layers, 2 * small.pipeline * small.virtual_pipeline))
         if shape.positions == "learned":
             shape = replace(shape, max_positions=sequence)
-        if terms.precision == "fp8":  # its products want multiples of 16
+        # fp8 products need multiples of 16
+        if terms.precision == "fp8":
             shape = replace(shape, hidden=HIDDEN, head_dim=2 * HEAD)
     exact = terms.precision == EXACT
     settings = Settings(
@@ -75,7 +77,7 @@ def make_small_trial(
         compute=terms.precision,
         reduce=EXACT if exact else job.precision.grad_reduce if terms.precision != "fp32" else "fp32",
         master=EXACT if exact else "fp32" if job.precision.master_weights or terms.precision == "fp32" else "bf16",
-        context_kind=kind,
+        context_kind=context_kind,
         loss_parallel=job.parallel.loss_parallel,
         recompute_layers=recompute_layers,
         compile=terms.compile and not splits_backward(layout),
@@ -95,17 +97,18 @@ def make_small_trial(
         steps=steps,
         lr=1e-2 if exact else GENTLE_LR,
         device=terms.device,
-        tensors=not terms.full_size,  # of a large model they would not fit through a pipe
+        # A large model's tensors would not fit through a pipe
+        tensors=not terms.full_size,
     )
 
 
 def reference_trial(trial: Trial) -> Trial:
-    """The same trial on one process, with nothing split or moved, nor recomputed.
+    """Return the same trial on one process, with nothing split, offloaded or recomputed.
 
-    Compiled, it recomputes as the trial does: that decides what is fused, and kernels must be the same.
+    A compiled trial keeps its recomputation: that decides what is fused, and kernels must be the same.
     """
     layout = trial.settings.layout
-    one = replace(
+    one_process_layout = replace(
         layout,
         data=1,
         shard=1,
@@ -121,58 +124,61 @@ def reference_trial(trial: Trial) -> Trial:
         schedule="1f1b",
         offload="none",
     )
-    return replace(trial, settings=replace(trial.settings, layout=one, reproducible=False))
+    return replace(trial, settings=replace(trial.settings, layout=one_process_layout, reproducible=False))
 
 
 def eager_trial(trial: Trial) -> Trial:
-    """The same trial with nothing compiled."""
+    """Return the same trial without compilation."""
     return replace(trial, settings=replace(trial.settings, compile=False))
 
 
 def size_changes(job: Job, layout: Layout, trial: Trial) -> list[SizeChange]:
-    """Everything of the model and of the batch that is smaller in the copy."""
+    """Return every size of the model and the batch that differs in the copy."""
     return [change for change in _size_changes(job, layout, trial) if change.real != change.small]
 
 
 def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: bool) -> list[str]:
-    """What the proof says nothing about, each with its reason; `compiled` and `on_gpu` say how the job will train."""
-    found, small, exact = [], trial.settings.layout, trial.settings.compute == EXACT
+    """Return the features that the proof does not cover, with reasons.
+
+    `compiled` and `on_gpu` describe the job's training.
+    """
+    features, small, is_exact = [], trial.settings.layout, trial.settings.compute == EXACT
     degrees = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
-    fewer = [
+    reduced_degrees = [
         f"{name} {getattr(layout, name):,} ({getattr(small, name):,} here)"
         for name in degrees
         if getattr(layout, name) != getattr(small, name) and (name != "shard" or layout.zero)
     ]
-    if fewer:
-        found.append(", ".join(fewer))
+    if reduced_degrees:
+        features.append(", ".join(reduced_degrees))
     if on_gpu and trial.device == "cpu":
-        found.append("NCCL and the kernels of GPUs (gloo and CPUs here; --device cuda runs them)")
+        features.append("NCCL and the kernels of GPUs (gloo and CPUs here; --device cuda runs them)")
     if job.precision.compute != trial.settings.compute:
-        here = "float64 here: rounding would hide mistakes" if exact else f"{trial.settings.compute} here"
-        found.append(f"{job.precision.compute} arithmetic ({here})")
-    if exact and trial.device == "cuda":
-        found.append("attention kernels of cuDNN and FlashAttention (float64 has none; --precision bf16 runs them)")
+        reason = "float64 here: rounding would hide mistakes" if is_exact else f"{trial.settings.compute} here"
+        features.append(f"{job.precision.compute} arithmetic ({reason})")
+    if is_exact and trial.device == "cuda":
+        features.append("attention kernels of cuDNN and FlashAttention (float64 has none; --precision bf16 runs them)")
     if layout.compression != "none":
-        found.append(f"{layout.compression} gradients (they round on purpose)")
+        features.append(f"{layout.compression} gradients (they round on purpose)")
     if job.optim.name in ROUNDING or job.precision.optimizer_state != "fp32":
-        found.append("the compact optimizer state (it rounds on purpose; AdamW here)")
+        features.append("the compact optimizer state (it rounds on purpose; AdamW here)")
     if compiled and not trial.settings.compile:
-        found.append("compiled blocks (eager here; --compile compiles them)")
+        features.append("compiled blocks (eager here; --compile compiles them)")
     if job.plugins.data:
-        found.append(f"data of your own, {job.plugins.data} (random tokens here)")
+        features.append(f"data of your own, {job.plugins.data} (random tokens here)")
     if not trial.tensors:
-        found.append("single tensors (losses and gradient norms are compared at full size)")
-    return found
+        features.append("single tensors (losses and gradient norms are compared at full size)")
+    return features
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 
 def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Layout:
-    """The same degrees where `ranks` ranks do; else 2 where there is a split, and 4 where groups lie in groups.
+    """Scale a layout down to at most `ranks` ranks, if it has more: 2 for a split axis, 4 for groups inside groups.
 
-    Of ranks that are left, context, then tensor and pipeline get more: a ring of 2 has no rank that passes on. Rounds
-    of micro-batches stay rounds.
+    Spare ranks go to context, then tensor and pipeline: a ring of 2 has no rank that passes data on. Rounds of
+    micro-batches stay rounds.
     """
     axes = ("tensor", "context", "pipeline", "data")
     if real.devices <= ranks:
@@ -183,7 +189,8 @@ def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) ->
         if real.zero and 1 < real.shard < replicas and sizes["data"] * sizes["context"] < 4:
             sizes["data" if real.data >= 4 else "context"] = 4
         expert = _expert_degree(shape, real, sizes)
-        if expert == 1:  # where experts lie across tensor and context groups, those keep their proportions
+        # Experts across tensor and context groups need these in the same proportions
+        if expert == 1:
             _grow_degrees(real, sizes, ranks)
     replicas = real.data * real.context
     data, context, tensor = sizes["data"], sizes["context"], sizes["tensor"]
@@ -192,7 +199,7 @@ def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) ->
         shard = real.shard
     elif real.zero:
         shard = data * context if real.shard >= replicas else min(real.shard, 2)
-    # Two chunks of the zero-bubble schedule make it V-shaped, three do not.
+    # The zero-bubble schedule is V-shaped with two chunks, not with three.
     return replace(
         real,
         data=data,
@@ -212,24 +219,27 @@ def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) ->
 
 
 def _grow_degrees(real: Layout, sizes: dict[str, int], ranks: int) -> None:
-    """Double degrees towards the real ones while there are ranks."""
+    """Double degrees towards the real ones while ranks are available."""
     for name in ("context", "tensor", "pipeline"):
         while getattr(real, name) % (2 * sizes[name]) == 0 and 2 * math.prod(sizes.values()) <= ranks:
             sizes[name] *= 2
 
 
 def _expert_degree(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
-    """Expert ranks: above the tensor ranks if they were, below the stage's ranks if they were. May double the data."""
+    """Return the expert degree: above the tensor degree if it was, below the stage's ranks if it was.
+
+    It may double the data degree in `sizes`.
+    """
     if real.expert == 1 or not shape.is_moe:
         return 1
-    small = 4 if real.expert > real.tensor > 1 else 2
-    whole = real.expert == real.data * real.context * real.tensor
-    wanted = small if whole else 2 * small
+    small_degree = 4 if real.expert > real.tensor > 1 else 2
+    spans_stage = real.expert == real.data * real.context * real.tensor
+    min_stage = small_degree if spans_stage else 2 * small_degree
     stage = sizes["data"] * sizes["context"] * sizes["tensor"]
-    if stage < wanted and real.data >= 2 * sizes["data"]:
+    if stage < min_stage and real.data >= 2 * sizes["data"]:
         sizes["data"] *= 2
         stage *= 2
-    return min(small, stage)
+    return min(small_degree, stage)
 
 
 def _micro_batches(real: Layout, pipeline: int) -> int:
@@ -242,10 +252,10 @@ def _micro_batches(real: Layout, pipeline: int) -> int:
 
 
 def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: bool) -> ModelShape:
-    """A model of the same family, with every switch as it was."""
+    """Return a small model of the same family, with every option unchanged."""
     stages = small.pipeline * small.virtual_pipeline
-    uneven = shape.layers % (real.pipeline * real.virtual_pipeline) > 0
-    dense = min(shape.dense_layers, 1)
+    is_uneven = shape.layers % (real.pipeline * real.virtual_pipeline) > 0
+    dense_layers = min(shape.dense_layers, 1)
     kv_heads = small.tensor * (2 if shape.kv_heads > real.tensor else 1)
     heads = kv_heads * (2 if shape.heads > shape.kv_heads else 1)
     while ulysses and heads // small.tensor % small.context:
@@ -254,7 +264,7 @@ def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: boo
     small_model = replace(
         shape,
         name=f"{shape.name}, small",
-        layers=min(shape.layers, max(2, stages, dense + 1) + uneven),
+        layers=min(shape.layers, max(2, stages, dense_layers + 1) + is_uneven),
         hidden=_same_remainder(HIDDEN, shape.hidden, parts, real_parts),
         heads=heads,
         kv_heads=kv_heads,
@@ -263,32 +273,32 @@ def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: boo
         vocab=_same_remainder(VOCAB, shape.vocab, parts, real_parts),
         max_positions=SEQUENCE if shape.positions == "learned" else shape.max_positions,
         rope_original_positions=SEQUENCE // 2 if shape.rope_original_positions else 0,
-        dense_layers=dense,
+        dense_layers=dense_layers,
     )
     return _shrink_experts(small_model, real, small) if shape.is_moe else small_model
 
 
 def _shrink_experts(shape: ModelShape, real: Layout, small: Layout) -> ModelShape:
-    chosen = min(shape.experts_per_token, 2)
+    experts_per_token = min(shape.experts_per_token, 2)
     experts = small.expert * (2 if shape.experts > real.expert else 1)
-    while experts <= chosen:
+    while experts <= experts_per_token:
         experts *= 2
     return replace(
         shape,
         experts=experts,
-        experts_per_token=chosen,
+        experts_per_token=experts_per_token,
         expert_ffn=_round_up(EXPERT_FFN, small.tensor),
         shared_experts=min(shape.shared_experts, 1),
     )
 
 
 def _same_remainder(small: int, real: int, parts: int, real_parts: int) -> int:
-    """`small`, or one less where the real size leaves a remainder too."""
+    """Return `small`, or one less if the real size leaves a remainder."""
     return small if real % real_parts == 0 or parts == 1 else small - 1
 
 
 def _round_up(size: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Return the next multiple of a unit."""
     return -(-size // unit) * unit
 
 

@@ -1,4 +1,4 @@
-"""How a layout is proven, and what of it is asked for in vain. Imports no torch: a wrong call is told at once."""
+"""Terms of a proof: device, precision, size; and checks of them. Imports no torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from dataclasses import dataclass
 from phalanx.errors import mistake
 
 EXACT = "fp64"
-RANKS = 8  # at most on CPUs, where no axis needs more: 8 take about 20 s on 2 cores
+# The most on CPUs, where no axis needs more: 8 take about 20 s on 2 cores
+RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """On what, in which format, compiled or not, how large."""
+    """Device, format, compilation and size of a proof."""
 
     device: str = "cpu"  # or "cuda"
     precision: str = EXACT
     compile: bool = False
     full_size: bool = False
-    ranks: int = RANKS  # degrees are kept while so many ranks do
+    ranks: int = RANKS  # the most ranks; a layout with fewer is kept
 
 
 EXACTLY = Terms()
 
 
 def format_name(precision: str) -> str:
-    """As people write a format."""
+    """Return a format's name for messages."""
     return "float64" if precision == EXACT else precision
 
 
 def refuse_terms(terms: Terms, *, layout_ranks: int) -> None:
-    """Raises UserError for what cannot be proven so; `layout_ranks` of the planned layout."""
+    """Raise UserError for terms that cannot be met; `layout_ranks` are those of the planned layout."""
     if terms.precision == "fp8" and terms.device == "cpu":
         raise mistake(
             "phalanx verify",
@@ -48,13 +49,13 @@ def refuse_terms(terms: Terms, *, layout_ranks: int) -> None:
 
 
 def refuse_ranks(terms: Terms, *, ranks: int, gpus: int) -> None:
-    """Raises UserError where the copy has more ranks than may run on the GPUs."""
+    """Raise UserError if the small copy has more ranks than may run on the GPUs."""
     if terms.device == "cuda" and ranks > terms.ranks:
         share = f", {terms.ranks // gpus} ranks on each" if terms.ranks > gpus else ""
-        may = f"{gpus} GPU{'s' if gpus > 1 else ''}{share}"
+        available = f"{gpus} GPU{'s' if gpus > 1 else ''}{share}"
         raise mistake(
             "--device cuda",
-            f"the proof needs {ranks} ranks, but this machine has {may}",
+            f"the proof needs {ranks} ranks, but this machine has {available}",
             why="every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so",
             fix=f"allow it with --ranks-per-gpu {-(-ranks // gpus)}, which needs NCCL 2.30, or use --device cpu",
         )

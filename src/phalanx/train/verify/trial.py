@@ -1,4 +1,4 @@
-"""A trial: a few steps of a small model under one layout on random data, and everything there is to compare of it.
+"""A trial: a few steps of a small model under one layout on random data, with all results to compare.
 
 B sequences of the global batch, S tokens of a sequence.
 """
@@ -35,12 +35,12 @@ from phalanx.train.state.training_state import (
 from phalanx.train.verify.ranks import CORES, TrialPlace, run_ranks
 
 Array = NDArray[Any]
-HELD_OUT = 10**6  # the seed of the batch that is evaluated, not learned from
+HELD_OUT = 10**6  # the seed of the evaluation batch, which is not trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is run. Two trials that differ only in their layout must give the same."""
+    """Description of a trial. Two trials that differ only in their layout must have the same outcome."""
 
     shape: ModelShape
     settings: Settings
@@ -49,18 +49,19 @@ class Trial:
     steps: int = 5
     lr: float = 1e-2
     state_dtype: str = "fp32"
-    resume: str = ""  # a folder of checkpoints: goes on from the newest, of whatever layout
-    save: str = ""  # where to write one after the last step
-    loss_scale: float = 0.0  # first scale of fp16, when not the default
-    broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
+    resume: str = ""  # a folder of checkpoints: continues from the newest, of any layout
+    save: str = ""  # folder for a checkpoint after the last step
+    loss_scale: float = 0.0  # first scale of fp16, if not the default
+    # The gradient of this rank is infinite in the first step, as from a defective memory chip
+    broken_rank: int = -1
     device: str = "cpu"
-    tensors: bool = True  # compare gradients and weights one by one; else losses and gradient norms alone
+    tensors: bool = True  # compare gradients and weights one by one; else only losses and gradient norms
     evaluate: bool = True  # a held-out batch before the first step and after the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeShard:
-    """A rank's box of one tensor."""
+    """A rank's region of one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,12 +69,12 @@ class OutcomeShard:
     size: tuple[int, ...]
     owner: bool
     digest: str
-    values: Array | None  # of the owner only: the others must hold the same
+    values: Array | None  # of the owner only: the other ranks must hold the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOutcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -89,7 +90,7 @@ class RankOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """What a trial gave: the numbers every rank agreed on and whole tensors put together from their boxes."""
+    """Results of a trial: the numbers that all ranks share, and full tensors joined from their regions."""
 
     losses: list[float]
     norms: list[float]
@@ -98,19 +99,19 @@ class TrialOutcome:
     evaluations: list[tuple[float, int]]
     grads: list[dict[str, Array]]
     params: list[dict[str, Array]]
-    quarrels: list[str]  # ranks that should hold the same and do not
+    quarrels: list[str]  # descriptions of ranks that should hold the same values and do not
     loss_scale: float
-    seconds: float  # of the slowest rank, without the start
+    seconds: float  # of the slowest rank, without start-up
     graphs: tuple[int, int] = (0, 0)  # of all ranks: found in the compile cache, and not found there
 
     @property
     def digest(self) -> str:
-        """One digest of all parameters after the last step."""
-        found = hashlib.sha256()
+        """Digest of all parameters after the last step."""
+        sha256 = hashlib.sha256()
         for name, values in sorted(self.params[-1].items()):
-            found.update(name.encode())
-            found.update(np.ascontiguousarray(values).tobytes())
-        return found.hexdigest()
+            sha256.update(name.encode())
+            sha256.update(np.ascontiguousarray(values).tobytes())
+        return sha256.hexdigest()
 
 
 def run_trial(
@@ -122,24 +123,26 @@ def run_trial(
 
 
 def make_batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens_BS and targets_BS of a step, whatever the layout; a few targets of the first sequence do not count."""
-    drawn = torch.Generator().manual_seed(1000 + step)
-    tokens_BL = torch.randint(0, vocab, (sequences, sequence + 1), generator=drawn)
+    """Return tokens_BS and targets_BS of a step; a few targets of the first sequence do not count."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens_BL = torch.randint(0, vocab, (sequences, sequence + 1), generator=generator)
     targets_BS = tokens_BL[:, 1:].clone()
     targets_BS[0, : max(1, sequence // 5)] = IGNORED
     return tokens_BL[:, :-1].contiguous(), targets_BS
 
 
 def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
-    """One rank of a trial, inside a process group."""
+    """Run one rank of a trial inside a process group."""
     began_s = time.perf_counter()
-    # FSDP2 warns of views that nobody changes in place: the embedding's output under tensor parallelism is one.
+    # FSDP2 warns of views even if no code changes them in place, such as the embedding's output under tensor
+    # parallelism.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     device = torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=device, state_dtype=trial.state_dtype)
     first = 0
     if trial.resume:
-        engine.initialise_unsaved()  # what the checkpoint does not hold
+        # Initialises what the checkpoint does not contain
+        engine.initialise_unsaved()
         first = restore_newest_checkpoint(engine, Path(trial.resume)).step
     if not first:
         engine.initialise()
@@ -159,10 +162,10 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     if trial.save:
         save_trial_state(engine, Path(trial.save), step=first + trial.steps, rank=rank)
     return RankOutcome(
-        losses=[one.loss for one in results],
-        norms=[one.grad_norm for one in results],
-        skipped=[one.skipped for one in results],
-        tokens=[one.tokens for one in results],
+        losses=[result.loss for result in results],
+        norms=[result.grad_norm for result in results],
+        skipped=[result.skipped for result in results],
+        tokens=[result.tokens for result in results],
         evaluations=evaluations,
         grads=watched.grads,
         params=params,
@@ -173,24 +176,26 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
 
 
 def _count_graphs() -> tuple[int, int]:
-    """Compiled graphs of this process that were in torch's compile cache, and that were not."""
+    """Count the compiled graphs of this process that were in torch's compile cache, and those that were not."""
     from torch._dynamo.utils import counters
 
-    kept = [(counters["aot_autograd"], "autograd_cache"), (counters["inductor"], "fxgraph_cache")]
-    hits, misses = (sum(int(table[f"{name}_{end}"]) for table, name in kept) for end in ("hit", "miss"))
+    tables = [(counters["aot_autograd"], "autograd_cache"), (counters["inductor"], "fxgraph_cache")]
+    hits, misses = (sum(int(table[f"{name}_{ending}"]) for table, name in tables) for ending in ("hit", "miss"))
     return hits, misses
 
 
 def rank_batch(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This data rank's sequences of the global batch."""
-    whole = make_batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
+    """Return this data rank's sequences of the global batch."""
+    global_batch = make_batch(
+        step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab
+    )
     ranks, index = engine.dims.data, engine.meshes.index("data")
-    tokens_BS, targets_BS = (one.chunk(ranks)[index] for one in whole)
+    tokens_BS, targets_BS = (tensor.chunk(ranks)[index] for tensor in global_batch)
     return tokens_BS, targets_BS
 
 
 class WatchedOptimizer:
-    """An optimizer that remembers the gradients it was given."""
+    """An optimizer that records the gradients it receives."""
 
     def __init__(self, inner: Optimizer, shards: Sequence[TensorShard]) -> None:
         self._inner, self._shards = inner, shards
@@ -198,7 +203,7 @@ class WatchedOptimizer:
         self.grads: list[list[OutcomeShard]] = []
 
     def step(self, lr: float) -> None:
-        """Note the gradients, then update."""
+        """Record the gradients, then update."""
         self.grads.append(
             [_outcome_shard(shard, shard.tensor.grad) for shard in self._shards if shard.tensor.grad is not None]
         )
@@ -206,19 +211,19 @@ class WatchedOptimizer:
         self.steps = self._inner.steps
 
     def state(self) -> list[TensorShard]:
-        """As the optimizer's."""
+        """Return the wrapped optimizer's state."""
         return self._inner.state()
 
     def stored(self) -> list[TensorShard]:
-        """As the optimizer's."""
+        """Return the wrapped optimizer's stored state."""
         return self._inner.stored()
 
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """As the optimizer's."""
+        """Load into the wrapped optimizer."""
         self._inner.load(state, steps)
 
     def state_bytes(self) -> int:
-        """As the optimizer's."""
+        """Return the wrapped optimizer's bytes."""
         return self._inner.state_bytes()
 
 
@@ -239,19 +244,19 @@ def _outcome_shard(shard: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
 
 
 def _break_once(engine: Engine) -> None:
-    whole = engine._gradients
+    original = engine._gradients
 
-    def broken() -> list[torch.Tensor]:
-        grads = whole()
+    def broken_gradients() -> list[torch.Tensor]:
+        grads = original()
         grads[0].view(-1)[:1] = math.inf
-        engine._gradients = whole  # type: ignore[method-assign]
+        engine._gradients = original  # type: ignore[method-assign]
         return grads
 
-    engine._gradients = broken  # type: ignore[method-assign]
+    engine._gradients = broken_gradients  # type: ignore[method-assign]
 
 
 def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> None:
-    """Write a checkpoint as the loop does."""
+    """Write a checkpoint as the training loop does."""
     meta = checkpoint_meta(engine, step=step, tokens=0, data="random")
     save_checkpoint(
         root,
@@ -265,22 +270,24 @@ def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> Non
     )
 
 
-# ---- from the shards of all ranks to whole tensors -------------------------------------------------------------------
+# ---- from the shards of all ranks to full tensors --------------------------------------------------------------------
 
 
 def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
-    """One outcome of the whole job; where ranks contradict each other, their quarrels are listed."""
+    """Join the outcomes of all ranks; contradictions between ranks are listed in `quarrels`."""
     first = ranks[0]
     quarrels = [
-        f"rank {rank} saw other losses than rank 0" for rank, one in enumerate(ranks) if not _outcomes_agree(first, one)
+        f"rank {rank} saw other losses than rank 0"
+        for rank, outcome in enumerate(ranks)
+        if not _outcomes_agree(first, outcome)
     ]
     grads, params = [], []
     for step in range(len(first.params)):
-        whole, found = _whole_tensors([one.params[step] for one in ranks])
-        params.append(whole)
-        quarrels += [f"step {step + 1}: {text}" for text in found]
+        tensors, tensor_quarrels = _whole_tensors([outcome.params[step] for outcome in ranks])
+        params.append(tensors)
+        quarrels += [f"step {step + 1}: {text}" for text in tensor_quarrels]
     for number in range(len(first.grads)):
-        grads.append(_whole_tensors([one.grads[number] for one in ranks])[0])
+        grads.append(_whole_tensors([outcome.grads[number] for outcome in ranks])[0])
     return TrialOutcome(
         losses=first.losses,
         norms=first.norms,
@@ -291,31 +298,36 @@ def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
         params=params,
         quarrels=quarrels,
         loss_scale=first.loss_scale,
-        seconds=max(one.seconds for one in ranks),
-        graphs=(sum(one.graphs[0] for one in ranks), sum(one.graphs[1] for one in ranks)),
+        seconds=max(outcome.seconds for outcome in ranks),
+        graphs=(sum(outcome.graphs[0] for outcome in ranks), sum(outcome.graphs[1] for outcome in ranks)),
     )
 
 
 def _outcomes_agree(a: RankOutcome, b: RankOutcome) -> bool:
-    same = all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a.losses, b.losses, strict=True))
-    return same and a.skipped == b.skipped and a.evaluations == b.evaluations and a.loss_scale == b.loss_scale
+    losses_agree = all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a.losses, b.losses, strict=True))
+    return losses_agree and a.skipped == b.skipped and a.evaluations == b.evaluations and a.loss_scale == b.loss_scale
 
 
 def _whole_tensors(ranks: Sequence[Sequence[OutcomeShard]]) -> tuple[dict[str, Array], list[str]]:
-    """Whole tensors by name, and what is wrong with the boxes: copies that differ, places no rank holds."""
-    whole: dict[str, Array] = {}
+    """Return full tensors by name, and problems: copies that differ, values that no rank holds."""
+    tensors: dict[str, Array] = {}
     digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
     quarrels: list[str] = []
     filled: dict[str, int] = {}
-    for rank, parts in enumerate(ranks):
-        for part in parts:
-            if digests.setdefault((part.name, part.start, part.size), part.digest) != part.digest:
-                quarrels.append(f"rank {rank} holds another copy of {part.name}")
-            if part.values is not None:
-                into = whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=part.values.dtype))
-                into[tuple(slice(i, i + n) for i, n in zip(part.start, part.values.shape, strict=True))] = part.values
-                filled[part.name] = filled.get(part.name, 0) + part.values.size
-    for name, values in whole.items():
+    for rank, shards in enumerate(ranks):
+        for shard in shards:
+            if digests.setdefault((shard.name, shard.start, shard.size), shard.digest) != shard.digest:
+                quarrels.append(f"rank {rank} holds another copy of {shard.name}")
+            if shard.values is not None:
+                tensor = tensors.setdefault(shard.name, np.full(shard.shape, np.nan, dtype=shard.values.dtype))
+                tensor[
+                    tuple(
+                        slice(start, start + length)
+                        for start, length in zip(shard.start, shard.values.shape, strict=True)
+                    )
+                ] = shard.values
+                filled[shard.name] = filled.get(shard.name, 0) + shard.values.size
+    for name, values in tensors.items():
         if filled[name] != values.size:
             quarrels.append(f"{name} has {values.size:,} values, owners hold {filled[name]:,}")
-    return whole, quarrels
+    return tensors, quarrels

@@ -1,1 +1,1 @@
-"""Configurations that are Python programs, read from their syntax tree: nothing of them is run."""
+"""Static reader of configurations that are Python programs: it evaluates their syntax tree and runs nothing."""

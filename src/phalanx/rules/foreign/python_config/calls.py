@@ -1,4 +1,4 @@
-"""What calls give: objects of classes, functions of the program, and the few outside functions that are known."""
+"""Values of calls: objects of classes, functions of the program, and the few outside functions that are known."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from phalanx.rules.foreign.python_config.possible_values import (
 if TYPE_CHECKING:
     from phalanx.rules.foreign.python_config.evaluator import PythonReader
 
-# Methods of configuration objects that change nothing that is asked about, and those that hand the object on.
+# Methods that change no relevant setting of a configuration object, and those that return the object itself.
 HARMLESS = frozenset({"validate", "finalize", "to_cfg_dict", "as_dict", "as_config_dict", "lower"})
 HANDED_ON = frozenset({"with_rope_scaling", "with_recommended_evals", "merge", "apply_overrides", "with_wandb"})
-# OLMo-core, data/tokenizer.py: TokenizerConfig.dolma2().padded_vocab_size(), to a multiple of 128.
+# Padded to a multiple of 128: OLMo-core, data/tokenizer.py, TokenizerConfig.dolma2().padded_vocab_size().
 PADDED_VOCABULARIES = {"dolma2": 100_352, "dolma2_sigdig": 100_352, "gpt_neox_olmo_dolma_v1_5": 50_304, "gpt2": 50_304}
-# Outside functions that only look, print or check.
+# Outside functions that only inspect, print or check.
 LOOKING = frozenset(
     {
         *("print", "isinstance", "hasattr", "warnings.warn", "seed_all"),
         *(f"{log}.{verb}" for log in ("log", "logger", "logging") for verb in ("info", "warning", "debug")),
     }
 )
-# Functions of a trainer whose arguments say all that is asked: they are kept as they are called.
+# Functions of a trainer whose arguments are all that matters: the call itself is kept as the value.
 STANDS_FOR_ITSELF = frozenset({"model_registry", "default_adamw"})
 
 
@@ -55,11 +55,12 @@ def call_value(
     line: int,
     text: str,
 ) -> object:
-    """What a call gives; `open_why` says why it may have further arguments."""
+    """Return the value of a call; `open_why` is the reason why it may have further arguments."""
     outer, _, last = _called_name(callee).rpartition(".")
     if last in STANDS_FOR_ITSELF:
         return Built(kind=f"{outer}.{last}", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
-    if last == "get_mixed_precision_config" and len(args) == 1:  # Megatron-Bridge: the name says it all
+    # Megatron-Bridge: the name is the only setting
+    if last == "get_mixed_precision_config" and len(args) == 1:
         return args[0]
     if isinstance(callee, Function):
         return reader.call_function(callee, args, keywords, whole=not open_why)
@@ -68,19 +69,26 @@ def call_value(
     if isinstance(callee, Method):
         return _call_method(reader, callee, args, keywords, lines, line=line)
     if isinstance(callee, Built) and callee.kind.endswith("partial") and callee.args:
-        first, *rest = callee.args
-        given = {**callee.fields, **keywords}
+        first, *bound_arguments = callee.args
+        all_keywords = {**callee.fields, **keywords}
         return call_value(
-            reader, first, [*rest, *args], given, {**callee.lines, **lines}, open_why=open_why, line=line, text=text
+            reader,
+            first,
+            [*bound_arguments, *args],
+            all_keywords,
+            {**callee.lines, **lines},
+            open_why=open_why,
+            line=line,
+            text=text,
         )
     why = callee.why if isinstance(callee, UnknownPython) else f"{text}() is not read"
     return _unread_call(reader, args, keywords, why)
 
 
 def _unread_call(reader: PythonReader, args: list[object], keywords: Mapping[str, object], why: str) -> UnknownPython:
-    """A function that is not read may change whatever it is given."""
-    for one in (*args, *keywords.values()):
-        reader.open_value(one, why)
+    """Return an unknown value for a function that is not read, and mark its arguments as possibly changed."""
+    for argument in (*args, *keywords.values()):
+        reader.open_value(argument, why)
     return UnknownPython(why)
 
 
@@ -96,7 +104,7 @@ def _call_outside(
 ) -> object:
     last = callee.name.rpartition(".")[2]
     if last in ("Config", "Partial") and args and _is_nemo_run(callee.name):
-        # nemo_run: run.Config(Class, field=value) stands for Class(field=value)
+        # nemo_run: run.Config(Class, field=value) represents Class(field=value)
         first = args[0]
         kind = first.name if isinstance(first, PythonReference) else _function_name(first)
         return Built(kind=f"{last} {kind}", fields=keywords, lines=lines, args=args[1:], line=line, opened=open_why)
@@ -137,25 +145,25 @@ def _copied(
     if name == "cast":
         return source
     if isinstance(source, Built):
-        same = _deep_copy(source)
-        assert isinstance(same, Built)
-        return replace(same, fields={**same.fields, **keywords}, lines={**same.lines, **lines})
+        copied = _deep_copy(source)
+        assert isinstance(copied, Built)
+        return replace(copied, fields={**copied.fields, **keywords}, lines={**copied.lines, **lines})
     return _deep_copy(source)
 
 
 def _deep_copy(value: object) -> object:
-    """Objects are copied; functions and references stand for themselves."""
+    """Copy objects and containers; functions and references are not copied."""
     if isinstance(value, Built):
         return replace(
             value,
-            fields={name: _deep_copy(one) for name, one in value.fields.items()},
+            fields={name: _deep_copy(item) for name, item in value.fields.items()},
             lines=dict(value.lines),
-            args=[_deep_copy(one) for one in value.args],
+            args=[_deep_copy(item) for item in value.args],
         )
     if isinstance(value, list):
-        return [_deep_copy(one) for one in value]
+        return [_deep_copy(item) for item in value]
     if isinstance(value, dict):
-        return {key: _deep_copy(one) for key, one in value.items()}
+        return {key: _deep_copy(item) for key, item in value.items()}
     return copy.copy(value) if is_plain(value) else value
 
 
@@ -171,7 +179,7 @@ def _read_named(reader: PythonReader, args: list[object]) -> object:
     return UnknownPython(reason_of(owner))
 
 
-# ---- functions of Python itself -------------------------------------------------------------------------------------
+# ---- functions of Python --------------------------------------------------------------------------------------------
 
 
 def _whole_number(value: object) -> object:
@@ -179,8 +187,8 @@ def _whole_number(value: object) -> object:
 
 
 def _joined_path(*parts: object) -> object:
-    if all(isinstance(one, str) for one in parts):
-        return "/".join(str(one).rstrip("/") for one in parts)[:MOST_TEXT]
+    if all(isinstance(part, str) for part in parts):
+        return "/".join(str(part).rstrip("/") for part in parts)[:MOST_TEXT]
     return UnknownPython("is a path made of what is not known")
 
 
@@ -207,7 +215,7 @@ def _pure_call(name: str, args: list[object], keywords: Mapping[str, object]) ->
     if name == "dict" and not args:
         return dict(keywords)
     values = (*args, *keywords.values())
-    if name not in ("list", "tuple", "len") and not all(is_plain(one) for one in values):
+    if name not in ("list", "tuple", "len") and not all(is_plain(argument) for argument in values):
         return UnknownPython(reason_of(*values))
     try:
         return PURE[name](*args, **keywords)
@@ -234,10 +242,10 @@ def _call_method(
         return _list_method(reader, owner, name, args)
     if isinstance(owner, dict):
         return _dict_method(reader, owner, name, args, keywords)
-    pure = ("lower", "upper", "strip", "startswith", "endswith", "replace", "split")
-    if isinstance(owner, str) and name in pure and all(isinstance(one, str) for one in args):
-        found = getattr(owner, name)(*args)
-        return found if not isinstance(found, str) or len(found) < MOST_TEXT else UnknownPython("is too long a text")
+    text_methods = ("lower", "upper", "strip", "startswith", "endswith", "replace", "split")
+    if isinstance(owner, str) and name in text_methods and all(isinstance(argument, str) for argument in args):
+        result = getattr(owner, name)(*args)
+        return result if not isinstance(result, str) or len(result) < MOST_TEXT else UnknownPython("is too long a text")
     return UnknownPython(f"comes from .{name}(), which is not read")
 
 
@@ -252,15 +260,15 @@ def _object_method(
     line: int,
 ) -> object:
     if name in ("with_callback", "with_callbacks") and len(args) == 2 and isinstance(args[0], str):
-        held = reader.read_attribute(owner, "callbacks")
-        if isinstance(held, Built):
-            reader.journal.write(held.fields, args[0], args[1])  # type: ignore[arg-type]
+        callbacks = reader.read_attribute(owner, "callbacks")
+        if isinstance(callbacks, Built):
+            reader.journal.write(callbacks.fields, args[0], args[1])  # type: ignore[arg-type]
         return owner
     if name == "with_callbacks" and len(args) == 1 and isinstance(args[0], dict):
-        held = reader.read_attribute(owner, "callbacks")
-        if isinstance(held, Built):
-            for key, one in args[0].items():
-                reader.journal.write(held.fields, str(key), one)  # type: ignore[arg-type]
+        callbacks = reader.read_attribute(owner, "callbacks")
+        if isinstance(callbacks, Built):
+            for key, callback in args[0].items():
+                reader.journal.write(callbacks.fields, str(key), callback)  # type: ignore[arg-type]
         return owner
     if name == "replace" and not args:
         return _copied(reader, name, [owner], keywords, lines)
@@ -298,9 +306,9 @@ def _dict_method(
     if name == "get" and args and is_plain(args[0]):
         return owner.get(args[0], args[1] if len(args) > 1 else None)
     if name == "update" and (not args or isinstance(args[0], dict)):
-        more = args[0] if args else {}
-        assert isinstance(more, dict)
-        for key, value in {**more, **keywords}.items():
+        updates = args[0] if args else {}
+        assert isinstance(updates, dict)
+        for key, value in {**updates, **keywords}.items():
             reader.journal.write(owner, key, value)
         return None
     if name == "pop" and args and is_plain(args[0]):
@@ -308,7 +316,11 @@ def _dict_method(
         reader.journal.write(owner, args[0], MISSING)
         return value
     if name in ("items", "keys", "values", "copy"):
-        found = getattr(owner, name)()
-        return [tuple(one) if isinstance(one, tuple) else one for one in found] if name != "copy" else dict(found)
+        entries = getattr(owner, name)()
+        return (
+            [tuple(entry) if isinstance(entry, tuple) else entry for entry in entries]
+            if name != "copy"
+            else dict(entries)
+        )
     reader.open_value(owner, f"is changed by .{name}()")
     return UnknownPython(f"comes from .{name}()")

@@ -1,4 +1,4 @@
-"""The defaults that a configuration class gives its objects, where the class lies in the program or its repository."""
+"""Defaults of a configuration class, if the class is in the program or its repository."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from phalanx.rules.foreign.python_config.evaluator import PythonReader
 
 MOST_CLASSES = 24
-# What a class says of the model's shape, in Megatron Core's words. Other defaults of its fields (a sequence length, a
-# number format) are overruled elsewhere in a recipe, and are not taken.
+# Fields of the model's shape, with Megatron Core's names. Other defaults (a sequence length, a number format) are
+# overridden elsewhere in a recipe, and are not used.
 SHAPE_WORDS = frozenset(
     {
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -28,47 +28,47 @@ SHAPE_WORDS = frozenset(
         *("qk_pos_emb_head_dim", "v_head_dim", "vocab_size", "make_vocab_size_divisible_by"),
     }
 )
-# What a class may say of recomputation: unlike a sequence length, nothing but the recipe overrules it.
+# Fields for recomputation: unlike a sequence length, only the recipe overrides them.
 RECOMPUTE_WORDS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-# Classes whose layers are not all alike, or are none of a decoder transformer.
+# Classes whose layers are not all alike, or are not those of a decoder transformer.
 OTHER_LAYERS = re.compile(r"Heterogeneous|Mamba|SSM|Hyena|NemotronH|T5|Bert")
 OTHER_WORDS = ("hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_layer_pattern")
 
 
 @dataclass(eq=False, slots=True)
 class ClassDefaults:
-    """Fields with their defaults, those of subclasses over those of bases; and all classes on the way."""
+    """Fields of a class with their defaults, subclasses overriding bases; and the names of all base classes."""
 
     fields: dict[str, object] = field(default_factory=dict)
     bases: list[str] = field(default_factory=list)
 
 
 def read_class(reader: PythonReader, name: str) -> ClassDefaults | None:
-    """What a class of this dotted name gives; None where it is not in the program."""
-    found = ClassDefaults()
-    waiting, seen = [name], 0
-    while waiting and seen < MOST_CLASSES:
-        one, seen = waiting.pop(0), seen + 1
-        place = _find_class(reader, one)
-        if one != name and one not in found.bases:
-            found.bases.append(one)
-        if place is None:
-            if one == name:
+    """Return the defaults of a class with this dotted name; None if it is not in the program."""
+    defaults = ClassDefaults()
+    waiting, num_classes = [name], 0
+    while waiting and num_classes < MOST_CLASSES:
+        class_name, num_classes = waiting.pop(0), num_classes + 1
+        definition = _find_class(reader, class_name)
+        if class_name != name and class_name not in defaults.bases:
+            defaults.bases.append(class_name)
+        if definition is None:
+            if class_name == name:
                 return None
             continue
-        reader.here.append(place[0])
+        reader.here.append(definition[0])
         try:
-            for key, value in _own_fields(reader, place[1]).items():
-                found.fields.setdefault(key, value)
-            bases = [evaluate(reader, base, None) for base in place[1].bases]
+            for key, value in _own_fields(reader, definition[1]).items():
+                defaults.fields.setdefault(key, value)
+            bases = [evaluate(reader, base, None) for base in definition[1].bases]
         finally:
             reader.here.pop()
         waiting = [*(base.name for base in bases if isinstance(base, PythonReference)), *waiting]
-    return found
+    return defaults
 
 
 def _find_class(reader: PythonReader, name: str) -> tuple[SourceFile, ast.ClassDef] | None:
-    """Also where a package only hands it on."""
+    """Find the definition of a class, also through packages that re-export it."""
     for _ in range(MOST_CLASSES):
         module, _, last = name.rpartition(".")
         source = reader.package.find_module(module)
@@ -77,34 +77,42 @@ def _find_class(reader: PythonReader, name: str) -> tuple[SourceFile, ast.ClassD
             return source, node
         if source is None or not isinstance(node, ast.ImportFrom):
             return None
-        alias = next(one for one in node.names if (one.asname or one.name) == last)
+        alias = next(candidate for candidate in node.names if (candidate.asname or candidate.name) == last)
         name = f"{absolute_name(source, node)}.{alias.name}"
     return None
 
 
 def _own_fields(reader: PythonReader, node: ast.ClassDef) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for one in node.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.value is not None:
-            found[one.target.id] = _default_of(reader, one.value)
-        elif isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Name):
-            found[one.targets[0].id] = _default_of(reader, one.value)
-        elif isinstance(one, ast.FunctionDef) and one.name == "__post_init__":
-            found |= {
+    fields: dict[str, object] = {}
+    for statement in node.body:
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and statement.value is not None
+        ):
+            fields[statement.target.id] = _default_of(reader, statement.value)
+        elif (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Name)
+        ):
+            fields[statement.targets[0].id] = _default_of(reader, statement.value)
+        elif isinstance(statement, ast.FunctionDef) and statement.name == "__post_init__":
+            fields |= {
                 target.attr: UnknownPython(f"is set by {node.name}.__post_init__, which is not followed")
-                for target in ast.walk(one)
+                for target in ast.walk(statement)
                 if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
             }
-    return found
+    return fields
 
 
 def _default_of(reader: PythonReader, node: ast.expr) -> object:
-    """`field(default=…)` and `field(default_factory=lambda: …)` of dataclasses."""
+    """Return a field's default, also from `field(default=…)` and `field(default_factory=lambda: …)` of dataclasses."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("field"):
-        given = {one.arg: one.value for one in node.keywords}
-        if "default" in given:
-            return evaluate(reader, given["default"], None)
-        factory = given.get("default_factory")
+        options = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "default" in options:
+            return evaluate(reader, options["default"], None)
+        factory = options.get("default_factory")
         return (
             evaluate(reader, factory.body, None)
             if isinstance(factory, ast.Lambda)
@@ -114,29 +122,30 @@ def _default_of(reader: PythonReader, node: ast.expr) -> object:
 
 
 def fill_model_shape(reader: PythonReader, recipe: Built) -> None:
-    """Write what the classes of a recipe's model say of its shape into the model, where the recipe leaves it open."""
+    """Fill in shape fields that a recipe's model leaves open with the defaults of its classes."""
     model = recipe.fields.get("model")
     inner = model.fields.get("config") if isinstance(model, Built) else None
-    for one in (model, inner):
-        if not isinstance(one, Built) or not one.kind:
+    for config in (model, inner):
+        if not isinstance(config, Built) or not config.kind:
             continue
-        kind = one.kind.rpartition(" ")[2]
-        found = read_class(reader, kind)
-        bases = found.bases if found is not None else []
-        given = found.fields if found is not None else {}
+        kind = config.kind.rpartition(" ")[2]
+        class_defaults = read_class(reader, kind)
+        bases = class_defaults.bases if class_defaults is not None else []
+        class_fields = class_defaults.fields if class_defaults is not None else {}
         for word in RECOMPUTE_WORDS:
-            if word in given:
-                one.fields.setdefault(word, given[word])
+            if word in class_fields:
+                config.fields.setdefault(word, class_fields[word])
         if OTHER_LAYERS.search(" ".join((kind, *bases)).replace("TransformerConfig", "")) or any(
-            word in given or word in one.fields for word in OTHER_WORDS
+            word in class_fields or word in config.fields for word in OTHER_WORDS
         ):
-            why = f"is that of {kind.rpartition('.')[2]}, whose layers are not all alike"
-            one.fields |= {word: UnknownPython(why) for word in ("num_layers", "hidden_size", "ffn_hidden_size")}
-            if found is None and "Hyena" in kind:  # the only family of NeMo's whose classes ask for recomputation
-                one.fields.setdefault(RECOMPUTE_WORDS[0], UnknownPython(f"is that of {kind.rpartition('.')[2]}"))
+            reason = f"is that of {kind.rpartition('.')[2]}, whose layers are not all alike"
+            config.fields |= {word: UnknownPython(reason) for word in ("num_layers", "hidden_size", "ffn_hidden_size")}
+            # The only family of NeMo whose classes set recomputation
+            if class_defaults is None and "Hyena" in kind:
+                config.fields.setdefault(RECOMPUTE_WORDS[0], UnknownPython(f"is that of {kind.rpartition('.')[2]}"))
             continue
         for word in SHAPE_WORDS:
-            if word in given and word not in one.fields:
-                one.fields[word] = given[word]
-        if bases and not one.opened:
-            one.fields["_bases_"] = bases
+            if word in class_fields and word not in config.fields:
+                config.fields[word] = class_fields[word]
+        if bases and not config.opened:
+            config.fields["_bases_"] = bases

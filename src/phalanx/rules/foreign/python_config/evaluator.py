@@ -1,6 +1,7 @@
-"""Follows the statements of a configuration that is a Python program, without running any of it.
+"""Evaluator of the statements of a configuration program, without running any of it.
 
-What both ways of an undecided condition agree on holds; everything else is `UnknownPython`, with the reason.
+At an undecided condition both branches are followed: values on which they agree are kept, all others become
+`UnknownPython` with the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from phalanx.rules.foreign.python_config.possible_values import (
 )
 
 MOST_STEPS = 60_000  # statements and calls; the largest recipe of 2026 takes 3,000
-MOST_CALLS = 24  # deep
-MOST_TURNS = 256  # of a loop
+MOST_CALLS = 24  # nesting of calls
+MOST_TURNS = 256  # iterations of a loop
 
 
 class TooMuch(Exception):
-    """A program that takes more steps than any configuration does."""
+    """A program that takes more steps than any configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class Returned:
     value: object
 
 
-ENDED = "ended"  # raise, break or continue: nothing after it is reached
+ENDED = "ended"  # raise, break or continue: no statement after it is reached
 
 
 class PythonReader:
-    """Reads one program; `given` are values for arguments that only the caller knows."""
+    """Evaluates one program; `given` are values for arguments that only the caller knows."""
 
     def __init__(self, package: PythonPackage, given: Mapping[str, object]) -> None:
         self.package = package
@@ -61,7 +62,7 @@ class PythonReader:
             raise TooMuch
 
     def line_of(self, node: ast.AST) -> int:
-        """Its line in the file that is read; 0 in any other."""
+        """Return a node's line in the main file; 0 in any other file."""
         return getattr(node, "lineno", 0) if self.here[-1] is self.package.main else 0
 
     def find_name(self, name: str, scope: PythonScope | None) -> object:
@@ -72,7 +73,7 @@ class PythonReader:
         return self.module_name(self.here[-1], name)
 
     def module_name(self, source: SourceFile, name: str) -> object:
-        """A name of a file's top level, worked out when it is first asked for."""
+        """Return a name of a file's top level, evaluated at first use."""
         if name in source.values:
             return source.values[name]
         node = source.definitions.get(name)
@@ -95,10 +96,18 @@ class PythonReader:
             case ast.ClassDef() | ast.AsyncFunctionDef():
                 return PythonReference(f"{source.name}.{name}")
             case ast.ImportFrom():
-                alias = next(one for one in node.names if (one.asname or one.name) == name)
+                alias = next(
+                    imported_name
+                    for imported_name in node.names
+                    if (imported_name.asname or imported_name.name) == name
+                )
                 return self.imported(absolute_name(source, node), alias.name)
             case ast.Import():
-                alias = next(one for one in node.names if (one.asname or one.name.partition(".")[0]) == name)
+                alias = next(
+                    imported_name
+                    for imported_name in node.names
+                    if (imported_name.asname or imported_name.name.partition(".")[0]) == name
+                )
                 return PythonReference(alias.name if alias.asname else name)
             case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()):
                 assert node.value is not None
@@ -111,16 +120,17 @@ class PythonReader:
                 return UnknownPython("is not worked out")
 
     def imported(self, module: str, name: str) -> object:
-        """`from module import name`, followed within the package."""
+        """Return the value of `from module import name`, followed within the package."""
         outside = PythonReference(f"{module}.{name}")
         if outside.is_class and not module.startswith("."):
-            return outside  # nothing is read of a class but its name
-        found = self.package.find_module(module)
-        node = found.definitions.get(name) if found is not None else None
-        if isinstance(node, ast.ImportFrom) and found is not None and absolute_name(found, node) == module:
-            return outside  # `from package import module`, said in the package itself
-        if found is not None and node is not None and len(self.here) < MOST_CALLS:
-            return self.module_name(found, name)
+            return outside  # of a class only the name is used
+        source = self.package.find_module(module)
+        node = source.definitions.get(name) if source is not None else None
+        if isinstance(node, ast.ImportFrom) and source is not None and absolute_name(source, node) == module:
+            # A re-export in the package itself
+            return outside
+        if source is not None and node is not None and len(self.here) < MOST_CALLS:
+            return self.module_name(source, name)
         return outside
 
     # ---- functions ---------------------------------------------------------------------------------------------------
@@ -128,7 +138,7 @@ class PythonReader:
     def call_function(
         self, function: Function, args: Sequence[object], keywords: Mapping[str, object], *, whole: bool = True
     ) -> object:
-        """What a function returns; `whole` is false where some of its arguments are not known."""
+        """Return the result of a function; `whole` is false if some of its arguments are not known."""
         self.count_step()
         if self.depth >= MOST_CALLS:
             return UnknownPython("calls itself too deeply")
@@ -140,13 +150,13 @@ class PythonReader:
             self._bind(function, args, keywords, scope, whole)
             if isinstance(function.node, ast.Lambda):
                 return evaluate(self, function.node.body, scope)
-            answer = self.run_block(function.node.body, scope)
+            outcome = self.run_block(function.node.body, scope)
         finally:
             self.here.pop()
             self.depth -= 1
-        if isinstance(answer, Returned):
-            return answer.value
-        return None if answer is None else UnknownPython("ends without a value")
+        if isinstance(outcome, Returned):
+            return outcome.value
+        return None if outcome is None else UnknownPython("ends without a value")
 
     def _bind(
         self,
@@ -157,18 +167,22 @@ class PythonReader:
         whole: bool,
     ) -> None:
         spec = function.node.args
-        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        names = [parameter.arg for parameter in (*spec.posonlyargs, *spec.args)]
         defaults = dict(zip(names[len(names) - len(spec.defaults) :], spec.defaults, strict=True))
         defaults |= {
-            one.arg: default for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default
+            parameter.arg: default
+            for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+            if default
         }
-        given = dict(zip(names, args, strict=False))
+        positional = dict(zip(names, args, strict=False))
         extra = {
-            name: value for name, value in keywords.items() if name not in (*names, *(o.arg for o in spec.kwonlyargs))
+            name: value
+            for name, value in keywords.items()
+            if name not in (*names, *(parameter.arg for parameter in spec.kwonlyargs))
         }
-        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
-            if name in given:
-                value = given[name]
+        for name in (*names, *(parameter.arg for parameter in spec.kwonlyargs)):
+            if name in positional:
+                value = positional[name]
             elif name in keywords:
                 value = keywords[name]
             elif not whole:
@@ -186,41 +200,44 @@ class PythonReader:
     # ---- statements --------------------------------------------------------------------------------------------------
 
     def run_block(self, body: Sequence[ast.stmt], scope: PythonScope) -> object:
-        """None where the end is reached, else how it was left."""
+        """Run statements; return None at the end of the block, else how it was left."""
         for index, node in enumerate(body):
             self.count_step()
             if isinstance(node, ast.If):
-                decided = truth_of(evaluate(self, node.test, scope))
-                if decided is None:
-                    leaves = any(isinstance(one, ast.Return | ast.Break | ast.Continue) for one in ast.walk(node))
-                    rest = body[index + 1 :] if leaves else []
-                    answer = self._both_ways([*node.body, *rest], [*node.orelse, *rest], node, scope)
-                    if leaves or answer is not None:
-                        return answer
+                condition = truth_of(evaluate(self, node.test, scope))
+                if condition is None:
+                    may_leave = any(
+                        isinstance(inner_node, ast.Return | ast.Break | ast.Continue) for inner_node in ast.walk(node)
+                    )
+                    remaining = body[index + 1 :] if may_leave else []
+                    outcome = self._both_ways([*node.body, *remaining], [*node.orelse, *remaining], node, scope)
+                    if may_leave or outcome is not None:
+                        return outcome
                     continue
-                answer = self.run_block(node.body if decided else node.orelse, scope)
+                outcome = self.run_block(node.body if condition else node.orelse, scope)
             else:
-                answer = self._run_statement(node, scope)
-            if answer is not None:
-                return answer
+                outcome = self._run_statement(node, scope)
+            if outcome is not None:
+                return outcome
         return None
 
     def _both_ways(
         self, first: Sequence[ast.stmt], second: Sequence[ast.stmt], node: ast.If, scope: PythonScope
     ) -> object:
-        why = f"depends on {ast.unparse(node.test)[:80]}"
-        one, changed = self.journal.try_way(lambda: self.run_block(first, scope))
-        other, changed_too = self.journal.try_way(lambda: self.run_block(second, scope))
-        if one == ENDED and other != ENDED:  # a way that ends in an error is left out
-            self.journal.apply_changes(changed_too)
-            return other
-        if other == ENDED and one != ENDED:
-            self.journal.apply_changes(changed)
-            return one
-        self.journal.apply_both(changed, changed_too, why)
-        if isinstance(one, Returned) and isinstance(other, Returned):
-            return Returned(merge_values(one.value, other.value, why))
-        return one if one == other else Returned(UnknownPython(why))
+        reason = f"depends on {ast.unparse(node.test)[:80]}"
+        first_outcome, first_changes = self.journal.try_way(lambda: self.run_block(first, scope))
+        second_outcome, second_changes = self.journal.try_way(lambda: self.run_block(second, scope))
+        # A branch that ends in an error is ignored
+        if first_outcome == ENDED and second_outcome != ENDED:
+            self.journal.apply_changes(second_changes)
+            return second_outcome
+        if second_outcome == ENDED and first_outcome != ENDED:
+            self.journal.apply_changes(first_changes)
+            return first_outcome
+        self.journal.apply_both(first_changes, second_changes, reason)
+        if isinstance(first_outcome, Returned) and isinstance(second_outcome, Returned):
+            return Returned(merge_values(first_outcome.value, second_outcome.value, reason))
+        return first_outcome if first_outcome == second_outcome else Returned(UnknownPython(reason))
 
     def _run_statement(self, node: ast.stmt, scope: PythonScope) -> object:
         match node:
@@ -269,40 +286,40 @@ class PythonReader:
     def _run_loop(self, node: ast.For, scope: PythonScope) -> object:
         items = evaluate(self, node.iter, scope)
         items = list(items) if isinstance(items, list | tuple | dict | set | range) else items
-        leaves = any(isinstance(one, ast.Break | ast.Continue | ast.Return) for one in ast.walk(node))
-        if not isinstance(items, list) or len(items) > MOST_TURNS or leaves:
+        may_leave = any(isinstance(inner_node, ast.Break | ast.Continue | ast.Return) for inner_node in ast.walk(node))
+        if not isinstance(items, list) or len(items) > MOST_TURNS or may_leave:
             self._forget_changes(node, scope)
             return None
         for item in items:
             self.assign(node.target, item, scope, self.line_of(node))
-            answer = self.run_block(node.body, scope)
-            if answer is not None:
-                return answer
+            outcome = self.run_block(node.body, scope)
+            if outcome is not None:
+                return outcome
         return None
 
     def _forget_changes(self, node: ast.For | ast.While | ast.Match, scope: PythonScope) -> None:
-        """A loop that cannot be followed: what one turn of it changes is unknown afterwards."""
-        why = f"is changed in a loop ({ast.unparse(node).splitlines()[0][:60]})"
+        """Mark variables that a loop changes, and that cannot be followed, as unknown."""
+        reason = f"is changed in a loop ({ast.unparse(node).splitlines()[0][:60]})"
         bodies = [case.body for case in node.cases] if isinstance(node, ast.Match) else [[*node.body, *node.orelse]]
         for body in bodies:
             if isinstance(node, ast.For):
-                self.assign(node.target, UnknownPython(why), scope, 0)
+                self.assign(node.target, UnknownPython(reason), scope, 0)
             _, changes = self.journal.try_way(lambda body=body: self.run_block(body, scope))  # type: ignore[misc]
-            for box, key, _, _ in changes.values():
-                if isinstance(box, list):
-                    self.journal.replace_list(box, [UnknownPython(why)])
+            for container, key, _, _ in changes.values():
+                if isinstance(container, list):
+                    self.journal.replace_list(container, [UnknownPython(reason)])
                 else:
-                    self.journal.write(box, key, UnknownPython(why))
+                    self.journal.write(container, key, UnknownPython(reason))
 
     def assign(self, target: ast.expr, value: object, scope: PythonScope, line: int) -> None:
-        """Give a name, an attribute or an element a value."""
+        """Assign a value to a name, an attribute or an element."""
         match target:
             case ast.Name():
                 self.journal.write(scope.names, target.id, value)  # type: ignore[arg-type]
             case ast.Attribute():
                 owner = evaluate(self, target.value, scope)
                 if isinstance(owner, UnknownPython) and isinstance(target.value, ast.Name | ast.Attribute):
-                    # What is set on it holds, whatever it was before.
+                    # A field that is set on it is known, whatever the object was before.
                     owner = Built(kind="", opened=owner.why)
                     self.assign(target.value, owner, scope, line)
                 if isinstance(owner, Built):
@@ -319,22 +336,24 @@ class PythonReader:
                 else:
                     self.open_value(owner, "an element that is not known was set")
             case ast.Tuple() | ast.List():
-                parts = list(value) if isinstance(value, list | tuple) else []
-                fits = len(parts) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts)
-                for index, one in enumerate(target.elts):
-                    part = (
-                        parts[index]
-                        if fits
+                items_of_value = list(value) if isinstance(value, list | tuple) else []
+                has_fitting_length = len(items_of_value) == len(target.elts) and not any(
+                    isinstance(target_element, ast.Starred) for target_element in target.elts
+                )
+                for index, element in enumerate(target.elts):
+                    element_value = (
+                        items_of_value[index]
+                        if has_fitting_length
                         else value
                         if isinstance(value, UnknownPython)
                         else UnknownPython("is one of several")
                     )
-                    self.assign(one, part, scope, line)
+                    self.assign(element, element_value, scope, line)
             case ast.Starred():
                 self.assign(target.value, UnknownPython("is the rest of a list"), scope, line)
 
     def open_value(self, value: object, why: str, depth: int = 0) -> None:
-        """Something that is not read has this object, and may have changed all of it."""
+        """Mark all parts of an object as unknown, because code that is not read may have changed them."""
         if depth > 12:
             return
         if isinstance(value, Built):
@@ -351,10 +370,10 @@ class PythonReader:
                 self.journal.write(value, key, UnknownPython(why))
 
     def read_attribute(self, owner: Built, name: str) -> object:
-        """A field; one that nobody set is a default of its owner, which may be changed further."""
-        found = owner.fields.get(name, MISSING)
-        if found is not MISSING:
-            return found
+        """Return a field; one that was not set becomes an implied default object, which may be changed further."""
+        value = owner.fields.get(name, MISSING)
+        if value is not MISSING:
+            return value
         if owner.opened:
             return UnknownPython(owner.opened)
         default = Built(kind="", implied=True)

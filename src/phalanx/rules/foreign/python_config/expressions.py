@@ -1,4 +1,4 @@
-"""The value of an expression, as far as what was read settles it."""
+"""Values of expressions, as far as the program determines them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ORDER: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
 
 
 def evaluate(reader: PythonReader, node: ast.expr, scope: PythonScope | None) -> object:
-    """What an expression stands for."""
+    """Return the value of an expression."""
     match node:
         case ast.Constant():
             return node.value if is_plain(node.value) else UnknownPython("is not a number or a text")
@@ -91,9 +91,9 @@ def _attribute(reader: PythonReader, owner: object, name: str) -> object:
     if isinstance(owner, Built):
         return reader.read_attribute(owner, name)
     if isinstance(owner, PythonReference):
-        found = reader.package.find_module(owner.name)
-        if found is not None and name in found.definitions:
-            return reader.module_name(found, name)
+        module = reader.package.find_module(owner.name)
+        if module is not None and name in module.definitions:
+            return reader.module_name(module, name)
         return PythonReference(f"{owner.name}.{name}")
     if isinstance(owner, str | list | dict | tuple | set):
         return Method(owner, name)
@@ -108,23 +108,23 @@ def _call(reader: PythonReader, node: ast.Call, scope: PythonScope | None) -> ob
     reader.count_step()
     if isinstance(node.func, ast.Attribute):
         owner = evaluate(reader, node.func.value, scope)
-        known = isinstance(owner, Built) and node.func.attr not in owner.fields
-        callee = Method(owner, node.func.attr) if known else _attribute(reader, owner, node.func.attr)
+        is_method = isinstance(owner, Built) and node.func.attr not in owner.fields
+        callee = Method(owner, node.func.attr) if is_method else _attribute(reader, owner, node.func.attr)
     else:
         callee = evaluate(reader, node.func, scope)
     args: list[object] = []
     keywords: dict[str, object] = {}
     lines: dict[str, int] = {}
     open_why = ""
-    for one in node.args:
-        if isinstance(one, ast.Starred):
-            more = evaluate(reader, one.value, scope)
-            if isinstance(more, list | tuple):
-                args += more
+    for argument in node.args:
+        if isinstance(argument, ast.Starred):
+            unpacked = evaluate(reader, argument.value, scope)
+            if isinstance(unpacked, list | tuple):
+                args += unpacked
             else:
-                open_why = reason_of(more)
+                open_why = reason_of(unpacked)
         else:
-            args.append(evaluate(reader, one, scope))
+            args.append(evaluate(reader, argument, scope))
     for keyword in node.keywords:
         value = evaluate(reader, keyword.value, scope)
         if keyword.arg is not None:
@@ -148,34 +148,34 @@ def _call(reader: PythonReader, node: ast.Call, scope: PythonScope | None) -> ob
 
 
 def _items(reader: PythonReader, nodes: list[ast.expr], scope: PythonScope | None) -> list[object] | UnknownPython:
-    found: list[object] = []
-    for one in nodes:
-        if isinstance(one, ast.Starred):
-            more = evaluate(reader, one.value, scope)
-            if not isinstance(more, list | tuple):
-                return UnknownPython(reason_of(more))
-            found += more
+    items: list[object] = []
+    for item_node in nodes:
+        if isinstance(item_node, ast.Starred):
+            unpacked = evaluate(reader, item_node.value, scope)
+            if not isinstance(unpacked, list | tuple):
+                return UnknownPython(reason_of(unpacked))
+            items += unpacked
         else:
-            found.append(evaluate(reader, one, scope))
-    return found
+            items.append(evaluate(reader, item_node, scope))
+    return items
 
 
 def _dictionary(reader: PythonReader, node: ast.Dict, scope: PythonScope | None) -> object:
-    found: dict[object, object] = {}
+    entries: dict[object, object] = {}
     for key_node, value_node in zip(node.keys, node.values, strict=True):
         value = evaluate(reader, value_node, scope)
         if key_node is None:
             if not isinstance(value, dict):
                 return UnknownPython(reason_of(value))
-            found |= value
+            entries |= value
             continue
         key = evaluate(reader, key_node, scope)
         if isinstance(key, PythonReference):
             key = key.name
         if not is_plain(key):
             return UnknownPython(reason_of(key))
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _binary(op: ast.operator, left: object, right: object) -> object:
@@ -192,6 +192,7 @@ def _binary(op: ast.operator, left: object, right: object) -> object:
     try:
         if isinstance(op, ast.Pow):
             if isinstance(left, int) and isinstance(right, int) and right >= 0:
+                # Bounded, because 10 ** 10 ** 10 would never end.
                 return _small_power(left, right)
             return float(left) ** float(right)
         if type(op) not in ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
@@ -219,16 +220,16 @@ def _unary(op: ast.unaryop, value: object) -> object:
 
 
 def _boolean(reader: PythonReader, node: ast.BoolOp, scope: PythonScope | None) -> object:
-    stops = isinstance(node.op, ast.Or)
+    stopping_truth = isinstance(node.op, ast.Or)
     unknown: UnknownPython | None = None
     value: object = None
-    for one in node.values:
-        value = evaluate(reader, one, scope)
+    for operand in node.values:
+        value = evaluate(reader, operand, scope)
         truth = truth_of(value)
         if truth is None:
-            unknown = unknown or UnknownPython(f"depends on {ast.unparse(one)[:80]}")
-        elif truth is stops:
-            # `unknown or True` is true, whatever the unknown is; its value may be another.
+            unknown = unknown or UnknownPython(f"depends on {ast.unparse(operand)[:80]}")
+        elif truth is stopping_truth:
+            # `unknown or True` is true, whatever the unknown is; but the value of the expression may differ.
             return value if unknown is None or isinstance(value, bool) else unknown
     return unknown if unknown is not None else value
 
@@ -237,10 +238,10 @@ def _comparison(reader: PythonReader, node: ast.Compare, scope: PythonScope | No
     left = evaluate(reader, node.left, scope)
     for op, right_node in zip(node.ops, node.comparators, strict=True):
         right = evaluate(reader, right_node, scope)
-        found = _compare_two(op, left, right)
-        if found is None:
+        result = _compare_two(op, left, right)
+        if result is None:
             return UnknownPython(f"depends on {ast.unparse(node)[:80]}")
-        if not found:
+        if not result:
             return False
         left = right
     return True
@@ -248,11 +249,11 @@ def _comparison(reader: PythonReader, node: ast.Compare, scope: PythonScope | No
 
 def _compare_two(op: ast.cmpop, left: object, right: object) -> bool | None:
     if isinstance(op, ast.Is | ast.Eq | ast.IsNot | ast.NotEq):
-        same = _is_same(left, right)
-        return same if same is None or isinstance(op, ast.Is | ast.Eq) else not same
+        is_same = _is_same(left, right)
+        return is_same if is_same is None or isinstance(op, ast.Is | ast.Eq) else not is_same
     if isinstance(op, ast.In | ast.NotIn):
-        inside = _is_inside(left, right)
-        return inside if inside is None or isinstance(op, ast.In) else not inside
+        is_inside = _is_inside(left, right)
+        return is_inside if is_inside is None or isinstance(op, ast.In) else not is_inside
     if type(op) in _ORDER and isinstance(left, int | float) and isinstance(right, int | float):
         return bool(_ORDER[type(op)](left, right))
     return None
@@ -263,10 +264,10 @@ def _is_same(left: object, right: object) -> bool | None:
         return left == right
     if isinstance(left, PythonReference) and left == right:
         return True
-    for one, other in ((left, right), (right, left)):
-        # An object that is built here is not None, and no text or number either.
-        if is_plain(other) and (
-            isinstance(one, list | dict | tuple | Function) or (isinstance(one, Built) and not one.implied)
+    for side, other_side in ((left, right), (right, left)):
+        # An object that is built here is neither None nor a text or number.
+        if is_plain(other_side) and (
+            isinstance(side, list | dict | tuple | Function) or (isinstance(side, Built) and not side.implied)
         ):
             return False
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and all(map(is_plain, (*left, *right))):
@@ -281,9 +282,9 @@ def _is_inside(left: object, right: object) -> bool | None:
         right = list(right)
     if not is_plain(left) or not isinstance(right, list | tuple | set):
         return None
-    if any(is_plain(one) and one == left for one in right):
+    if any(is_plain(item) and item == left for item in right):
         return True
-    return False if all(is_plain(one) for one in right) else None
+    return False if all(is_plain(item) for item in right) else None
 
 
 def _choice(reader: PythonReader, node: ast.IfExp, scope: PythonScope | None) -> object:
@@ -295,9 +296,10 @@ def _choice(reader: PythonReader, node: ast.IfExp, scope: PythonScope | None) ->
 
 
 def value_at(owner: object, key: object) -> object:
-    """`owner[key]`."""
+    """Return `owner[key]`, or an unknown value."""
     if isinstance(owner, PythonReference):
-        return PythonReference(owner.name)  # a generic type, as run.Config[Model]
+        # A generic type, such as run.Config[Model]
+        return PythonReference(owner.name)
     try:
         if isinstance(owner, dict) and is_plain(key):
             return owner[key] if key in owner else UnknownPython(f"has no key {str(key)[:40]}")
@@ -309,15 +311,17 @@ def value_at(owner: object, key: object) -> object:
 
 
 def _text(reader: PythonReader, node: ast.JoinedStr, scope: PythonScope | None) -> object:
-    parts: list[str] = []
-    for one in node.values:
+    texts: list[str] = []
+    for part in node.values:
         value = (
-            evaluate(reader, one.value, scope) if isinstance(one, ast.FormattedValue) else evaluate(reader, one, scope)
+            evaluate(reader, part.value, scope)
+            if isinstance(part, ast.FormattedValue)
+            else evaluate(reader, part, scope)
         )
-        if not is_plain(value) or (isinstance(one, ast.FormattedValue) and one.format_spec is not None):
+        if not is_plain(value) or (isinstance(part, ast.FormattedValue) and part.format_spec is not None):
             return UnknownPython(reason_of(value))
-        parts.append(str(value))
-    text = "".join(parts)
+        texts.append(str(value))
+    text = "".join(texts)
     return text if len(text) < MOST_TEXT else UnknownPython("is too long a text")
 
 
@@ -329,16 +333,16 @@ def _comprehension(
     items = list(items) if isinstance(items, list | tuple | dict) else items
     if len(node.generators) > 1 or not isinstance(items, list) or len(items) > MOST_ITEMS:
         return UnknownPython(reason_of(items))
-    found: list[object] = []
+    results: list[object] = []
     pairs: dict[object, object] = {}
     for item in items:
         reader.count_step()
         inner = PythonScope(parent=scope)
         reader.assign(loop.target, item, inner, 0)
-        kept = [truth_of(evaluate(reader, test, inner)) for test in loop.ifs]
-        if None in kept:
+        conditions = [truth_of(evaluate(reader, test, inner)) for test in loop.ifs]
+        if None in conditions:
             return UnknownPython("is chosen by a condition that is not known")
-        if not all(kept):
+        if not all(conditions):
             continue
         if isinstance(node, ast.DictComp):
             key = evaluate(reader, node.key, inner)
@@ -346,5 +350,5 @@ def _comprehension(
                 return UnknownPython(reason_of(key))
             pairs[key] = evaluate(reader, node.value, inner)
         else:
-            found.append(evaluate(reader, node.elt, inner))
-    return pairs if isinstance(node, ast.DictComp) else found
+            results.append(evaluate(reader, node.elt, inner))
+    return pairs if isinstance(node, ast.DictComp) else results

@@ -1,4 +1,4 @@
-"""The files of a program: its own, and those of the same package that it imports. Nothing else is opened."""
+"""The source files of a program: its own, and those of its package that it imports. No other file is opened."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from phalanx.io.path_probes import is_file, is_folder, path_exists, resolve_path
 from phalanx.units import KIB
 
 MOST_PYTHON_BYTES = 512 * KIB
-MOST_FILES = 200  # asked for by one configuration, there or not
+MOST_FILES = 200  # opened or searched for by one configuration
 MOST_UP = 8  # folders above the file
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(eq=False, slots=True)
 class SourceFile:
-    """A parsed file: the statement that defines each name of its top level, and the values read so far."""
+    """A parsed file: the statement that defines each top-level name, and the values evaluated so far."""
 
-    name: str  # dotted, as the package calls it; "" for the file that is read
+    name: str  # dotted, as in the package; "" for the file that is read
     path: Path
     tree: ast.Module
     definitions: dict[str, ast.stmt] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)  # names that the top level computes in another way
+    changed: set[str] = field(default_factory=set)  # names that the top level computes by other statements
     values: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -37,43 +37,52 @@ class SourceFile:
 
 
 class PythonPackage:
-    """Finds the modules that a program imports from its own package, or from one that lies beside or above it."""
+    """Finds the modules that a program imports from its own package, or from one next to it or above it."""
 
     def __init__(self, path: Path) -> None:
         self.main = _parse_file(path, "")
         resolved = resolve_path(path)
-        self._folders: list[Path] = []  # in which a package may lie, the nearest first
+        # Folders that may contain a package, the nearest first
+        self._folders: list[Path] = []
         for folder in [resolved.parent, *resolved.parent.parents][:MOST_UP]:
             self._folders.append(folder)
-            if path_exists(folder / ".git"):  # what lies above the repository is not its own
+            # Folders above the repository do not belong to it
+            if path_exists(folder / ".git"):
                 break
         self.main.name = self._name_of(resolved)
         self._files: dict[str, SourceFile | None] = {self.main.name: self.main}
 
     def _name_of(self, path: Path) -> str:
-        """The dotted name of a file: from a folder that its imports begin with, or its highest package folder."""
-        imports = [one for one in ast.walk(self.main.tree) if isinstance(one, ast.ImportFrom) and not one.level]
-        tops = {(one.module or "").partition(".")[0] for one in imports}
-        top = next((one for one in self._folders if one.name in tops), None)
+        """Return the dotted name of a file.
+
+        It is relative to a folder with which the file's imports begin, or else to its topmost package.
+        """
+        imports = [
+            candidate
+            for candidate in ast.walk(self.main.tree)
+            if isinstance(candidate, ast.ImportFrom) and not candidate.level
+        ]
+        tops = {(candidate.module or "").partition(".")[0] for candidate in imports}
+        top = next((candidate for candidate in self._folders if candidate.name in tops), None)
         if top is None:
-            packages = [one for one in self._folders if is_file(one / "__init__.py")]
+            packages = [candidate for candidate in self._folders if is_file(candidate / "__init__.py")]
             top = packages[-1] if packages and packages == self._folders[: len(packages)] else path.parent / "x"
         parts = list(path.relative_to(top.parent).with_suffix("").parts)
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def find_module(self, name: str) -> SourceFile | None:
-        """The file of a module; None for what lies elsewhere."""
+        """Return the file of a module; None if it is not in the package."""
         if name not in self._files:
             self._files[name] = self._open_module(name)
         return self._files[name]
 
     def _open_module(self, name: str) -> SourceFile | None:
         parts = name.split(".")
-        if len(self._files) >= MOST_FILES or not all(_PLAIN_NAME.fullmatch(part) for part in parts):
+        if len(self._files) >= MOST_FILES or not all(_PLAIN_NAME.fullmatch(name_part) for name_part in parts):
             return None
         for folder in self._folders:
-            beside = folder == self._folders[0] and is_file(folder / f"{parts[0]}.py")
-            if not is_folder(folder / parts[0]) and not beside:
+            is_sibling = folder == self._folders[0] and is_file(folder / f"{parts[0]}.py")
+            if not is_folder(folder / parts[0]) and not is_sibling:
                 continue
             base = folder.joinpath(*parts)
             for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
@@ -86,7 +95,7 @@ class PythonPackage:
 
 
 def absolute_name(source: SourceFile, node: ast.ImportFrom) -> str:
-    """The module that `from … import` names, with leading dots resolved."""
+    """Return the module that `from … import` names, with leading dots resolved."""
     if not node.level:
         return node.module or ""
     parts = source.name.split(".")
@@ -97,7 +106,7 @@ def absolute_name(source: SourceFile, node: ast.ImportFrom) -> str:
 
 
 def parse_python(path: Path) -> ast.Module:
-    """The syntax tree of a file, which nobody may change; raises UserError when it is no Python that can be read."""
+    """Return the syntax tree of a file, which must not be modified; raise UserError if it is not valid Python."""
     try:
         status = path.stat()
         return _parsed(path, status.st_mtime_ns, status.st_size)
@@ -119,21 +128,23 @@ def _parsed(path: Path, modified_ns: int, size: int) -> ast.Module:
 
 
 def _parse_file(path: Path, name: str) -> SourceFile:
-    found = SourceFile(name=name, path=path, tree=parse_python(path))
-    for node in _top_statements(found.tree.body):
-        for one in _defined_names(node):
-            if one in found.definitions and not isinstance(node, ast.ImportFrom | ast.Import | ast.Assign):
-                found.changed.add(one)
-            found.definitions[one] = node
+    source = SourceFile(name=name, path=path, tree=parse_python(path))
+    for node in _top_statements(source.tree.body):
+        for defined_name in _defined_names(node):
+            if defined_name in source.definitions and not isinstance(node, ast.ImportFrom | ast.Import | ast.Assign):
+                source.changed.add(defined_name)
+            source.definitions[defined_name] = node
         if isinstance(node, ast.AugAssign | ast.For | ast.While | ast.With | ast.If):
-            found.changed |= {
-                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            source.changed |= {
+                defined_name.id
+                for defined_name in ast.walk(node)
+                if isinstance(defined_name, ast.Name) and isinstance(defined_name.ctx, ast.Store)
             }
-    return found
+    return source
 
 
 def _top_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of the top level; those of `try` and of `if TYPE_CHECKING` count as if they stood there."""
+    """Yield top-level statements, including those inside `try` and `if TYPE_CHECKING`."""
     for node in body:
         if isinstance(node, ast.Try):
             yield from _top_statements([*node.body, *node.orelse, *node.finalbody])
@@ -148,7 +159,12 @@ def _defined_names(node: ast.stmt) -> list[str]:
         case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
             return [node.name]
         case ast.Assign():
-            return [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            return [
+                name_node.id
+                for target in node.targets
+                for name_node in ast.walk(target)
+                if isinstance(name_node, ast.Name)
+            ]
         case ast.AnnAssign(target=ast.Name(id=name)) if node.value is not None:
             return [name]
         case ast.ImportFrom():

@@ -1,4 +1,4 @@
-"""What an expression of a configuration may stand for, and how two ways through a program are made one."""
+"""Values that an expression may have, and the merge of two paths through a program."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ MOST_TEXT = 20_000
 
 @dataclass(frozen=True, slots=True)
 class UnknownPython:
-    """A value that what was read does not settle, and why."""
+    """A value that is not known, and the reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class PythonReference:
-    """Something defined outside of what is read, by its dotted name: a class, a function, a constant."""
+    """An object defined outside the files that are read, by its dotted name: a class, a function, a constant."""
 
     name: str
 
     @property
     def is_class(self) -> bool:
-        """Classes are written in capitals; calling one, or a method of one, builds an object."""
+        """True if a part of the name is capitalised, as classes are.
+
+        Calling it, or a method of it, builds an object.
+        """
         return any(part.lstrip("_")[:1].isupper() and not part.isupper() for part in self.name.split("."))
 
 
 @dataclass(eq=False, slots=True)
 class Built:
-    """An object that a call builds: its keyword arguments and what was assigned to it later are its fields."""
+    """An object built by a call; its fields are the keyword arguments and later assignments."""
 
-    kind: str  # dotted name of what was called
+    kind: str  # dotted name of the called object
     fields: dict[str, object] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)  # of each field, in the file that is read
     args: list[object] = field(default_factory=list)
     line: int = 0
-    opened: str = ""  # why fields that nobody is seen to set may still be set
-    implied: bool = False  # a default of its owner, which nothing here builds
+    opened: str = ""  # why fields that are not set here may still be set
+    implied: bool = False  # a default of its owner, which is not built here
 
 
 @dataclass(eq=False, slots=True)
 class PythonScope:
-    """Names of a function call, and the scope around it."""
+    """Names of a function call, and the enclosing scope."""
 
     names: dict[str, object] = field(default_factory=dict)
     parent: PythonScope | None = None
@@ -52,7 +55,7 @@ class PythonScope:
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A function of the program; `module` is the name of the file it stands in."""
+    """A function of the program; `module` is the name of its file."""
 
     node: ast.FunctionDef | ast.Lambda
     module: str
@@ -61,24 +64,24 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of a value that was read, not yet called."""
+    """A method of a known value, not yet called."""
 
     owner: object
     name: str
 
 
 def is_plain(value: object) -> bool:
-    """A number, a text, true, false or nothing."""
+    """Return whether a value is a number, a text, a boolean or None."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def reason_of(*values: object) -> str:
-    """Why something made of these is not known."""
-    return next((one.why for one in values if isinstance(one, UnknownPython)), "is not worked out")
+    """Return the reason why a value computed from these is not known."""
+    return next((value.why for value in values if isinstance(value, UnknownPython)), "is not worked out")
 
 
 def truth_of(value: object) -> bool | None:
-    """Whether a condition holds; None where nobody knows."""
+    """Return whether a condition holds; None if it is not known."""
     if is_plain(value) or isinstance(value, list | tuple | dict | set):
         return bool(value)
     if isinstance(value, Function) or (isinstance(value, Built) and not value.implied):
@@ -87,7 +90,7 @@ def truth_of(value: object) -> bool | None:
 
 
 def merge_values(first: object, second: object, why: str, *, depth: int = 0) -> object:
-    """One value for both: what they agree on holds, the rest is unknown."""
+    """Merge two values: parts on which they agree are kept, the others are unknown."""
     if first is second:
         return first
     if isinstance(first, UnknownPython) or isinstance(second, UnknownPython):
@@ -115,9 +118,9 @@ def _merge_built(first: Built, second: Built, why: str, depth: int) -> Built:
     for name in names:
         a, b = first.fields.get(name, MISSING), second.fields.get(name, MISSING)
         if a is MISSING or b is MISSING:  # one of them has its default
-            there = b if a is MISSING else a
+            present = b if a is MISSING else a
             fields[name] = (
-                there if isinstance(there, Built) and there.implied and not there.fields else UnknownPython(why)
+                present if isinstance(present, Built) and present.implied and not present.fields else UnknownPython(why)
             )
         else:
             fields[name] = merge_values(a, b, why, depth=depth + 1)
@@ -133,13 +136,13 @@ def _merge_built(first: Built, second: Built, why: str, depth: int) -> Built:
 
 
 class Journal:
-    """Every change of a dictionary or a list, so that a way through the program can be taken back."""
+    """Record of changes to dictionaries and lists, so that a path through the program can be undone."""
 
     def __init__(self) -> None:
         self._levels: list[dict[tuple[int, object], tuple[dict[object, object] | list[object], object, object]]] = []
 
     def write(self, box: dict[object, object], key: object, value: object) -> None:
-        """Set a key; `MISSING` takes it away."""
+        """Set a key; `MISSING` removes it."""
         if self._levels:
             self._levels[-1].setdefault((id(box), key), (box, key, box.get(key, MISSING)))
         if value is MISSING:
@@ -148,51 +151,51 @@ class Journal:
             box[key] = value
 
     def replace_list(self, box: list[object], items: list[object]) -> None:
-        """Give a list other items."""
+        """Replace the items of a list."""
         if self._levels:
             self._levels[-1].setdefault((id(box), None), (box, None, list(box)))
         box[:] = items
 
     def try_way(self, way: Callable[[], object]) -> tuple[object, Changes]:
-        """Follow a way, and take it back: what it answered and what it changed."""
+        """Follow a path and undo it; return its result and its changes."""
         self._levels.append({})
         try:
-            answer = way()
+            result = way()
         finally:
             level = self._levels.pop()
         changes: Changes = {}
-        for place, (box, key, before) in level.items():
+        for place, (box, key, old_value) in level.items():
             if isinstance(box, list):
-                changes[place] = (box, key, list(box), before)
-                assert isinstance(before, list)
-                box[:] = before
+                changes[place] = (box, key, list(box), old_value)
+                assert isinstance(old_value, list)
+                box[:] = old_value
             else:
-                changes[place] = (box, key, box.get(key, MISSING), before)
-                if before is MISSING:
+                changes[place] = (box, key, box.get(key, MISSING), old_value)
+                if old_value is MISSING:
                     box.pop(key, None)
                 else:
-                    box[key] = before
-        return answer, changes
+                    box[key] = old_value
+        return result, changes
 
     def apply_changes(self, changes: Changes) -> None:
-        """Make the changes of a way that was taken back."""
+        """Apply the changes of a path that was undone."""
         for box, key, after, _ in changes.values():
             self._set(box, key, after)
 
     def apply_both(self, first: Changes, second: Changes, why: str) -> None:
-        """Of two ways, what they agree on."""
+        """Apply the changes on which two paths agree, and mark the others as unknown."""
         for place in dict.fromkeys((*first, *second)):
-            box, key, _, before = first.get(place) or second[place]
-            after = [one[place][2] if place in one else before for one in (first, second)]
-            if any(one is MISSING for one in after):
-                there = next((one for one in after if one is not MISSING), MISSING)
-                kept = isinstance(there, Built) and there.implied and not there.fields
-                self._set(box, key, there if kept or there is MISSING else UnknownPython(why))
+            box, key, _, old_value = first.get(place) or second[place]
+            new_values = [changes[place][2] if place in changes else old_value for changes in (first, second)]
+            if any(changes is MISSING for changes in new_values):
+                present = next((changes for changes in new_values if changes is not MISSING), MISSING)
+                is_default = isinstance(present, Built) and present.implied and not present.fields
+                self._set(box, key, present if is_default or present is MISSING else UnknownPython(why))
             elif isinstance(box, list):
-                same = merge_values(after[0], after[1], why)
-                self._set(box, key, same if isinstance(same, list) else [UnknownPython(why)])
+                merged = merge_values(new_values[0], new_values[1], why)
+                self._set(box, key, merged if isinstance(merged, list) else [UnknownPython(why)])
             else:
-                self._set(box, key, merge_values(after[0], after[1], why))
+                self._set(box, key, merge_values(new_values[0], new_values[1], why))
 
     def _set(self, box: dict[object, object] | list[object], key: object, value: object) -> None:
         if isinstance(box, list):

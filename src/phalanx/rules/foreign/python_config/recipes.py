@@ -1,8 +1,8 @@
-"""The recipes of a Python configuration, and the settings of one as leaves.
+"""The recipes of a Python configuration, and the settings of a recipe as leaves.
 
 A recipe is a function of the file that returns the trainer's configuration: `llama3_8b() -> Trainer.Config` of
-torchtitan, `… -> ConfigContainer` of Megatron-Bridge, `… -> run.Partial` of NeMo 2, `build_config` of OLMo-core. Which
-trainer a file is of is told by the annotation and by an import that only its files have.
+torchtitan, `… -> ConfigContainer` of Megatron-Bridge, `… -> run.Partial` of NeMo 2, `build_config` of OLMo-core. The
+annotation and an import that only its files have identify the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from phalanx.rules.foreign.python_config.possible_values import (
     merge_values,
 )
 
-# trainer: the import that its files have, and what a recipe of it is annotated to return
+# trainer: the import that its files have, and the return annotation of its recipes
 FAMILIES: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {
     "torchtitan": (re.compile(r"^\s*from torchtitan\b", re.M), re.compile(r"\b\w*Trainer\.Config$")),
     "megatron-bridge": (re.compile(r"^\s*from megatron\.bridge\b", re.M), re.compile(r"^(\w+\.)*ConfigContainer$")),
@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {
     "olmo-core": (re.compile(r"^\s*from olmo_core\b", re.M), re.compile(r"^(\w*ExperimentConfig|SFTConfig)$")),
 }
 OLMO_BUILDERS = ("model_config_builder", "train_module_config_builder", "trainer_config_builder")
-# Parts of a configuration that hold settings we ask for: where one is not known, its settings are not defaults.
+# Sections with relevant settings: if a section is not known, its settings are not defaults.
 OPEN_SECTIONS = frozenset(
     {
         *("model", "model.config", "train", "ddp", "dist", "optimizer", "scheduler", "checkpoint"),  # Megatron-Bridge
@@ -50,25 +50,25 @@ MOST_RECIPES = 100
 
 
 def family_of_python(path: Path) -> str:
-    """The trainer whose recipes a Python file holds, or an empty text."""
+    """Return the trainer whose recipes a Python file contains, or an empty text."""
     head = read_head(path, MOST_LOOKED).decode("utf-8", errors="replace")
     if not any(sign.search(head) for sign, _ in FAMILIES.values()):
         return ""
-    found = _recipes_in(parse_python(path))
-    return found[0] if found[1] else ""
+    family_and_recipes = _recipes_in(parse_python(path))
+    return family_and_recipes[0] if family_and_recipes[1] else ""
 
 
 def recipes_of(path: Path) -> tuple[str, ...]:
-    """The names of a file's recipes, in its order; one without a name of its own is an empty text."""
+    """Return the names of a file's recipes in order; an unnamed one is an empty text."""
     return _recipes_in(parse_python(path))[1]
 
 
 def _recipes_in(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
-    imports = "\n".join(ast.unparse(one) for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom))
+    imports = "\n".join(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
     names = [name for name, (sign, _) in FAMILIES.items() if sign.search(imports)]
     for family in names:
         result = FAMILIES[family][1]
-        found = [
+        recipe_names = [
             node.name
             for node in tree.body
             if isinstance(node, ast.FunctionDef)
@@ -77,42 +77,45 @@ def _recipes_in(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
             and result.search(ast.unparse(node.returns).strip("'\""))
             and not _needs_config(node, result)
         ]
-        if family != "olmo-core":  # a function that cannot be called without arguments makes no configuration by itself
-            found = [one for one in found if not _required_arguments(tree, one)]
-        if family == "olmo-core" and not found and _builder_call(tree) is not None:
-            found = [""]
-        if found:
-            return family, tuple(found[:MOST_RECIPES])
+        # A function with required arguments makes no configuration by itself
+        if family != "olmo-core":
+            recipe_names = [recipe_name for recipe_name in recipe_names if not _required_arguments(tree, recipe_name)]
+        if family == "olmo-core" and not recipe_names and _builder_call(tree) is not None:
+            recipe_names = [""]
+        if recipe_names:
+            return family, tuple(recipe_names[:MOST_RECIPES])
     return "", ()
 
 
 def _required_arguments(tree: ast.Module, name: str) -> int:
-    spec = next(one.args for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name)
-    by_place = len(spec.posonlyargs) + len(spec.args) - len(spec.defaults)
-    return by_place + sum(one is None for one in spec.kw_defaults)
+    spec = next(
+        statement.args for statement in tree.body if isinstance(statement, ast.FunctionDef) and statement.name == name
+    )
+    num_positional = len(spec.posonlyargs) + len(spec.args) - len(spec.defaults)
+    return num_positional + sum(default is None for default in spec.kw_defaults)
 
 
 def _needs_config(node: ast.FunctionDef, result: re.Pattern[str]) -> bool:
-    """A function that changes a configuration it is given is no recipe."""
+    """Return whether a function changes a configuration that it is given, and so is not a recipe."""
     return any(
-        one.annotation is not None and result.search(ast.unparse(one.annotation).strip("'\""))
-        for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        parameter.annotation is not None and result.search(ast.unparse(parameter.annotation).strip("'\""))
+        for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
     )
 
 
 def _builder_call(tree: ast.Module) -> ast.Call | None:
-    """OLMo-core's `partial(build_config, …)`, which names the functions that make each part."""
+    """Return OLMo-core's call `partial(build_config, …)`, which names the functions that build each part."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and {one.arg for one in node.keywords} >= set(OLMO_BUILDERS[1:]):
+        if isinstance(node, ast.Call) and {keyword.arg for keyword in node.keywords} >= set(OLMO_BUILDERS[1:]):
             return node
     return None
 
 
 def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
-    """The settings of a recipe; of several that nobody chose between, what all of them agree on."""
+    """Return the settings of a recipe; without a choice among several, the settings on which all agree."""
     package = PythonPackage(path)
     _family, names = _recipes_in(package.main.tree)
-    chosen = variables.get("recipe", "")
+    recipe_name = variables.get("recipe", "")
     if not names:
         raise mistake(
             str(path),
@@ -120,27 +123,27 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
             why="a recipe is a function that returns Trainer.Config, ConfigContainer, run.Partial or ExperimentConfig",
             fix="check the file that defines the function",
         )
-    if chosen and chosen not in names:
-        listed = ", ".join(names[:12]) + (" …" if len(names) > 12 else "")
-        raise mistake(f"--set recipe={chosen[:60]}", f"is no recipe of {path.name}", fix=f"they are {listed}")
-    given = {name: _parse_given(text) for name, text in variables.items() if name != "recipe"}
-    found: object = None
-    for index, name in enumerate((chosen,) if chosen else names):
-        # Each with a fresh copy of what the file defines: one recipe may change a table that another starts from.
-        reader = PythonReader(package if index == 0 else PythonPackage(path), given)
-        one = _evaluate_recipe(reader, path, name, given)
-        found = one if index == 0 else merge_values(found, one, SEVERAL)
-    if not isinstance(found, Built):
-        why = found.why if isinstance(found, UnknownPython) else "it returns something else"
+    if recipe_name and recipe_name not in names:
+        choices = ", ".join(names[:12]) + (" …" if len(names) > 12 else "")
+        raise mistake(f"--set recipe={recipe_name[:60]}", f"is no recipe of {path.name}", fix=f"they are {choices}")
+    arguments = {name: _parse_given(text) for name, text in variables.items() if name != "recipe"}
+    config: object = None
+    for index, name in enumerate((recipe_name,) if recipe_name else names):
+        # Each with a new copy of the file's definitions: one recipe may change a table that another starts from.
+        reader = PythonReader(package if index == 0 else PythonPackage(path), arguments)
+        recipe_config = _evaluate_recipe(reader, path, name, arguments)
+        config = recipe_config if index == 0 else merge_values(config, recipe_config, SEVERAL)
+    if not isinstance(config, Built):
+        reason = config.why if isinstance(config, UnknownPython) else "it returns something else"
         raise mistake(
             str(path),
-            f"the recipe {chosen or names[0] or path.stem} cannot be followed to its configuration",
-            why=why,
+            f"the recipe {recipe_name or names[0] or path.stem} cannot be followed to its configuration",
+            why=reason,
             fix="--set recipe=NAME, if there are several; else check what it prints when it starts",
         )
     leaves: dict[str, Leaf] = {}
-    opened: list[str] = [found.opened] if found.opened else []
-    _add_leaves(found, "", leaves, opened, depth=0)
+    opened: list[str] = [config.opened] if config.opened else []
+    _add_leaves(config, "", leaves, opened, depth=0)
     return ReadConfig(leaves=leaves, open_why=opened[0] if opened else "")
 
 
@@ -160,15 +163,16 @@ def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping
         if not isinstance(function, Function):
             return UnknownPython("is not a function")
         spec = function.node.args
-        names = {one.arg for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
+        names = {parameter.arg for parameter in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
         keywords = {key: value for key, value in given.items() if key in names}
-        for key in HOSTS:  # NeMo: a place for the caller's number, not a statement about the run
+        # NeMo: a placeholder for the caller's number, not a property of the run
+        for key in HOSTS:
             if key in names and key not in keywords:
                 keywords[key] = UnknownPython(f"is the argument {key} of the recipe: --set {key}=…")
-        made = reader.call_function(function, [], keywords)
-        if isinstance(made, Built):
-            fill_model_shape(reader, made)
-        return made
+        config = reader.call_function(function, [], keywords)
+        if isinstance(config, Built):
+            fill_model_shape(reader, config)
+        return config
     except TooMuch:
         return UnknownPython("takes more steps than any configuration does")
     except RecursionError:
@@ -176,13 +180,18 @@ def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping
 
 
 def _olmo_experiment(reader: PythonReader) -> object:
-    """OLMo-core's internal experiments: `build_config` calls one function for each part (internal/experiment.py)."""
+    """Return the configuration of OLMo-core's internal experiments, whose parts separate functions build.
+
+    `build_config` calls one function for each part (internal/experiment.py).
+    """
     from phalanx.rules.foreign.python_config.expressions import evaluate
 
     call = _builder_call(reader.package.main.tree)
     assert call is not None
-    values = {one.arg: evaluate(reader, one.value, None) for one in call.keywords if one.arg is not None}
-    lines = {one.arg: one.value.lineno for one in call.keywords if one.arg is not None}
+    values = {
+        keyword.arg: evaluate(reader, keyword.value, None) for keyword in call.keywords if keyword.arg is not None
+    }
+    lines = {keyword.arg: keyword.value.lineno for keyword in call.keywords if keyword.arg is not None}
     common = Built(
         kind="CommonComponents",
         fields={
@@ -193,17 +202,17 @@ def _olmo_experiment(reader: PythonReader) -> object:
         },
         opened="is decided where the run is launched",
     )
-    parts: dict[str, object] = {}
-    for keyword, part in zip(OLMO_BUILDERS, ("model", "train_module", "trainer"), strict=True):
+    sections: dict[str, object] = {}
+    for keyword, section in zip(OLMO_BUILDERS, ("model", "train_module", "trainer"), strict=True):
         builder = values.get(keyword)
-        parts[part] = (
+        sections[section] = (
             reader.call_function(builder, [common], {})
             if isinstance(builder, Function)
             else UnknownPython("is made by a function that is not read")
         )
     loader = Built(kind="NumpyDataLoaderConfig", fields={"global_batch_size": common.fields["global_batch_size"]})
     loader.lines["global_batch_size"] = lines.get("global_batch_size", 0)
-    return Built(kind="ExperimentConfig", fields={**parts, "data_loader": loader})
+    return Built(kind="ExperimentConfig", fields={**sections, "data_loader": loader})
 
 
 def _add_leaves(value: Built, prefix: str, leaves: dict[str, Leaf], opened: list[str], *, depth: int) -> None:
@@ -211,11 +220,11 @@ def _add_leaves(value: Built, prefix: str, leaves: dict[str, Leaf], opened: list
         return
     if value.kind:
         _add_leaf(leaves, f"{prefix}_target_", value.kind.rpartition(" ")[2], value.line)
-    for index, one in enumerate(value.args[:8]):
-        _add_value(one, f"{prefix}_args_.{index}", value.line, leaves, opened, depth)
-    for name, one in value.fields.items():
+    for index, item in enumerate(value.args[:8]):
+        _add_value(item, f"{prefix}_args_.{index}", value.line, leaves, opened, depth)
+    for name, item in value.fields.items():
         line = value.lines.get(name, 0)
-        _add_value(one, f"{prefix}{name}", line if isinstance(line, int) else 0, leaves, opened, depth)
+        _add_value(item, f"{prefix}{name}", line if isinstance(line, int) else 0, leaves, opened, depth)
 
 
 def _add_value(value: object, key: str, line: int, leaves: dict[str, Leaf], opened: list[str], depth: int) -> None:
@@ -231,14 +240,14 @@ def _add_value(value: object, key: str, line: int, leaves: dict[str, Leaf], open
     elif isinstance(value, PythonReference):
         _add_leaf(leaves, key, value.name.rpartition(".")[2], line)
     elif isinstance(value, dict):
-        for name, one in value.items():
-            _add_value(one, f"{key}.{str(name)[:100]}", line, leaves, opened, depth + 1)
+        for name, item in value.items():
+            _add_value(item, f"{key}.{str(name)[:100]}", line, leaves, opened, depth + 1)
     elif isinstance(value, list | tuple):
-        if all(is_plain(one) for one in value):
+        if all(is_plain(item) for item in value):
             _add_leaf(leaves, key, list(value), line)
         else:
-            for index, one in enumerate(value):
-                _add_value(one, f"{key}.{index}", line, leaves, opened, depth + 1)
+            for index, item in enumerate(value):
+                _add_value(item, f"{key}.{index}", line, leaves, opened, depth + 1)
     elif is_plain(value):
         _add_leaf(leaves, key, value, line)
 

@@ -32,7 +32,7 @@ class UnknownNumberError(Exception):
 def evaluate_arithmetic(
     text: str, read: Callable[[str], int], write: Callable[[str, int], None] = lambda name, value: None
 ) -> int:
-    """The value of an expression; `read` and `write` are for its variables.
+    """Return the value of an expression; `read` and `write` access its variables.
 
     >>> evaluate_arithmetic("(N + 7) / 8 * 8", {"N": 13}.__getitem__)
     16
@@ -41,11 +41,11 @@ def evaluate_arithmetic(
     at = 0
     text = text.strip()
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None or len(tokens) > MOST_TOKENS:
+        match = _TOKEN.match(text, at)
+        if match is None or len(tokens) > MOST_TOKENS:
             raise UnknownNumberError(text[:60])
-        tokens.append(found.group().strip())
-        at = found.end()
+        tokens.append(match.group().strip())
+        at = match.end()
     machine = _Machine(tokens, read, write)
     value = machine.comma() if tokens else 0
     if machine.at < len(tokens):
@@ -158,6 +158,7 @@ def _apply(operator: str, a: int, b: int) -> int:
     if operator in ("/", "%"):
         if b == 0:
             raise UnknownNumberError("division by zero")
+        # The shell truncates towards zero, Python rounds down.
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return quotient if operator == "/" else a - quotient * b
     if operator in ("**", "<<", ">>") and not 0 <= b < 64:

@@ -1,4 +1,4 @@
-"""Assignments: texts, lists and tables, whole, by element, or appended."""
+"""Assignments of texts, lists and tables: complete, to an element, or appended."""
 
 from __future__ import annotations
 
@@ -13,58 +13,64 @@ from phalanx.rules.foreign.shell.syntax import Assignment
 
 
 class AssignScope(Scope, Protocol):
-    """What an assignment needs beside an expansion."""
+    """The parts of the interpreter that an assignment needs in addition to those of an expansion."""
 
     state: ShellState
     open_sources: list[str]
     given: dict[str, str]
 
 
-# A number of hosts that is one by default, as NNODES=${1:-1}, is for a try: who starts it on several says how many.
+# A default of one host, as in NNODES=${1:-1}, is meant for a test: a launch on several hosts passes their number.
 HOSTS = re.compile(r"NNODES|NUM_NODES|N_NODES|NODES|NODE_COUNT|NODE_NUM|NUM_MACHINES|HOST_NUM", re.IGNORECASE)
 DEFAULT = re.compile(r"[\"']?\$\{(\w+):?[-=][\"']?1[\"']?\}[\"']?")
 
 
 def assign_variable(scope: AssignScope, one: Assignment) -> None:
-    """`NAME=value` in all its forms."""
+    """Carry out `NAME=value` in all its forms."""
     if one.items is not None:
         return _assign_list(scope, one)
     assert one.value is not None
     value = expand_text(one.value.text, scope)
     if value == "1" and HOSTS.fullmatch(one.name) and _is_default(one.value.text, scope):
         value = scope.open_mark(f"{one.name}, which who starts it gives; {value} without", one.name)
-    before = scope.get_variable(one.name)
+    old_value = scope.get_variable(one.name)
     if one.index is not None:
-        return _assign_element(scope, one, value, before)
-    if one.append and isinstance(before, tuple):
-        scope.set_variable(one.name, (before[0] + value, *before[1:]) if before else (value,))
+        return _assign_element(scope, one, value, old_value)
+    if one.append and isinstance(old_value, tuple):
+        scope.set_variable(one.name, (old_value[0] + value, *old_value[1:]) if old_value else (value,))
     else:
-        old = before if one.append and isinstance(before, str) else ""
-        whole = (scope.unset_mark(one.name) if one.append and before is None and scope.open_sources else old) + value
-        scope.set_variable(one.name, whole if len(whole) <= MOST_TEXT else scope.open_mark("a long text", one.name))
+        old_text = old_value if one.append and isinstance(old_value, str) else ""
+        new_text = (
+            scope.unset_mark(one.name) if one.append and old_value is None and scope.open_sources else old_text
+        ) + value
+        scope.set_variable(
+            one.name, new_text if len(new_text) <= MOST_TEXT else scope.open_mark("a long text", one.name)
+        )
     return None
 
 
 def _is_default(raw: str, scope: AssignScope) -> bool:
-    """Whether a value is the default of a variable that nobody gave."""
-    found = DEFAULT.fullmatch(raw)
-    return found is not None and found.group(1) not in scope.given and scope.get_variable(found.group(1)) is None
+    """Return whether a value is the default of a variable that was not given."""
+    match = DEFAULT.fullmatch(raw)
+    return match is not None and match.group(1) not in scope.given and scope.get_variable(match.group(1)) is None
 
 
 def _assign_list(scope: AssignScope, one: Assignment) -> None:
-    before = scope.get_variable(one.name)
+    old_value = scope.get_variable(one.name)
     pairs = [word.text for word in one.items or ()]
     if one.name in scope.state.tables or (pairs and all(text.startswith("[") and "]=" in text for text in pairs)):
-        table = dict(before) if one.append and isinstance(before, dict) else {}
+        table = dict(old_value) if one.append and isinstance(old_value, dict) else {}
         for text in pairs:
             key, _, value = text[1:].partition("]=")
             table[expand_text(key, scope)] = expand_text(value, scope)
         scope.set_variable(one.name, table)
         return
     items = tuple(field for text in pairs for field in expand_fields(text, scope))
-    old = before if isinstance(before, tuple) else (before,) if isinstance(before, str) and before else ()
-    whole = (*old, *items) if one.append else items
-    scope.set_variable(one.name, whole[:5_000])
+    old_items = (
+        old_value if isinstance(old_value, tuple) else (old_value,) if isinstance(old_value, str) and old_value else ()
+    )
+    all_items = (*old_items, *items) if one.append else items
+    scope.set_variable(one.name, all_items[:5_000])
 
 
 def _assign_element(scope: AssignScope, one: Assignment, value: str, before: Text | None) -> None:

@@ -1,4 +1,4 @@
-"""What each command does to the state of a script: the shell's own commands, and those that start others."""
+"""Effects of commands on the state of a script: simple commands, started programs, functions, and their output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHELLS = ("bash", "sh", "zsh", "dash")
 PYTHONS = ("python", "python3")
 OUTPUT_FLAG = re.compile(r"-o|--(out|output|save|dest|destination|write|to)([-_]?(file|path|json|config))?")
 PREFIXES = ("exec", "nohup", "command", "builtin", "time", "sudo", "stdbuf", "setsid")
-# What is neither a launch nor of any effect on one.
+# Commands that neither launch training nor affect a launch.
 QUIET = frozenset(
     [
         "mkdir",
@@ -106,7 +106,7 @@ QUIET = frozenset(
 
 
 def run_simple(shell: Interpreter, node: SimpleCommand) -> Outcome:
-    """One command: assignments, expansion, and what it does."""
+    """Carry out one command: assignments, expansion, and its effect."""
     argv: list[str] = []
     declared: list[Assignment | str] = []
     for word in node.words:
@@ -116,19 +116,26 @@ def run_simple(shell: Interpreter, node: SimpleCommand) -> Outcome:
             fields = expand_fields(word.text, shell)
             argv += fields
             declared += fields
-    while argv and shell.unknowns.is_unset(argv[0]):  # a prefix such as $LAUNCHER that nothing sets is no command
+    # A prefix such as $LAUNCHER that nothing sets is dropped
+    while argv and shell.unknowns.is_unset(argv[0]):
         argv = argv[1:]
     if not argv:
-        for one in node.assignments:
-            shell.assign(one)
+        for assignment in node.assignments:
+            shell.assign(assignment)
         if node.redirects and (text := shell.input_text(node.redirects)) is not None:
             _redirect(shell, node, text)
-        substituted = any(one.value is not None and "$(" in one.value.text for one in node.assignments)
+        substituted = any(
+            assignment.value is not None and "$(" in assignment.value.text for assignment in node.assignments
+        )
         return (UNDECIDED if substituted else ConditionVerdict(True)), None
     name = argv[0]
     if name in ("export", "declare", "typeset", "local", "readonly"):
         return declare_variables(shell, name, declared[1:])
-    environment = {one.name: expand_text(one.value.text, shell) for one in node.assignments if one.value is not None}
+    environment = {
+        assignment.name: expand_text(assignment.value.text, shell)
+        for assignment in node.assignments
+        if assignment.value is not None
+    }
     if name in shell.state.functions:
         return call_function(shell, argv)
     if name in OWN:
@@ -137,7 +144,7 @@ def run_simple(shell: Interpreter, node: SimpleCommand) -> Outcome:
 
 
 def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, environment: dict[str, str]) -> Outcome:
-    """A program: worked out where it only prints, else noted as started."""
+    """Follow a program that only prints; record every other one as started."""
     name = argv[0].rpartition("/")[2]
     while name in PREFIXES and len(argv) > 1:
         argv = argv[1:]
@@ -153,13 +160,13 @@ def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, envi
         if not argv:
             return UNDECIDED, None
         name = argv[0].rpartition("/")[2]
-    if name in SHELLS and (found := _inner_script(shell, argv[1:])) is not None:
-        return found
-    given = shell.input_text(node.redirects)
-    if name in PYTHONS and (program := program_text(argv[1:], given)) is not None:
+    if name in SHELLS and (outcome := _inner_script(shell, argv[1:])) is not None:
+        return outcome
+    input_text = shell.input_text(node.redirects)
+    if name in PYTHONS and (program := program_text(argv[1:], input_text)) is not None:
         _follow_program(shell, program, node)
         return UNDECIDED, None
-    text = printed_output(argv, given, shell.read_file)
+    text = printed_output(argv, input_text, shell.read_file)
     if name == "sed" and "-i" in argv:
         target = argv[-1]
         shell.write_file(target, shell.open_mark(f"{target} as sed changes it") if text is None else text, append=False)
@@ -170,7 +177,7 @@ def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, envi
                 shell.write_file(target, text, append="-a" in argv)
         _redirect(shell, node, text)
         return DONE
-    if any(one.operator in (">", ">|", "&>", ">>") for one in node.redirects) and name in (
+    if any(redirect.operator in (">", ">|", "&>", ">>") for redirect in node.redirects) and name in (
         "python",
         "python3",
         "jq",
@@ -189,9 +196,9 @@ def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, envi
 
 
 def _follow_program(shell: Interpreter, program: str, node: SimpleCommand) -> None:
-    """A program of Python within the script: what it prints and writes, or that its files may hold anything."""
-    found = follow_python(program, shell.read_file)
-    if found is None:
+    """Follow an inline Python program: take over what it prints and writes, or mark its files as unknown."""
+    effects = follow_python(program, shell.read_file)
+    if effects is None:
         for name in files_it_may_write(program):
             shell.write_file(
                 name, shell.open_mark(f"{name} as the Python program in line {shell.line} writes it"), append=False
@@ -199,20 +206,20 @@ def _follow_program(shell: Interpreter, program: str, node: SimpleCommand) -> No
         if node.redirects:
             _redirect(shell, node, shell.open_mark(f"what the Python program in line {shell.line} prints"))
         return
-    for name, text in found.written.items():
+    for name, text in effects.written.items():
         shell.write_file(name, text, append=False)
-    _redirect(shell, node, found.printed)
+    _redirect(shell, node, effects.printed)
 
 
 def _copy_file(shell: Interpreter, source: str, target: str) -> None:
-    """`mv made.json ds.json`: what the script wrote goes along; of other files nothing changes that is read here."""
+    """Copy a file written by the script, as in `mv made.json ds.json`; other files do not matter here."""
     if source in shell.state.files and is_known(target):
         name = target if not target.endswith("/") else target + source.rpartition("/")[2]
         shell.write_file(name, shell.state.files[source], append=False)
 
 
 def _heed_outputs(shell: Interpreter, argv: list[str]) -> None:
-    """`python make_config.py --out ds.json`: the file that lies there is not the one that is used."""
+    """Mark files that a Python program may write, as in `python make_config.py --out ds.json`, as unknown."""
     for flag, name in itertools.pairwise(argv):
         if OUTPUT_FLAG.fullmatch(flag) and NAMED_FILE.fullmatch(name):
             shell.write_file(name, shell.open_mark(f"{name} as {argv[1][:60]} writes it"), append=False)
@@ -220,11 +227,13 @@ def _heed_outputs(shell: Interpreter, argv: list[str]) -> None:
 
 def _note_start(shell: Interpreter, argv: list[str], environment: dict[str, str]) -> None:
     exported = {key: value for key in sorted(shell.state.exported) if isinstance(value := shell.get_variable(key), str)}
-    inner = next((index for index, word in enumerate(argv) if word in ("-c", "-lc", "-ic", "-xc") and index), 0)
-    before = argv[inner - 1].rpartition("/")[2] if inner else ""
-    if inner and inner + 1 < len(argv) and before in SHELLS:
-        # srun … bash -c "…": the inner command line counts, and the outer one says on how many hosts.
-        _run_inner(shell, argv[inner + 1], prefix=tuple(argv[: inner - 1]))
+    option_index = next(
+        (index for index, argument in enumerate(argv) if argument in ("-c", "-lc", "-ic", "-xc") and index), 0
+    )
+    shell_name = argv[option_index - 1].rpartition("/")[2] if option_index else ""
+    if option_index and option_index + 1 < len(argv) and shell_name in SHELLS:
+        # srun … bash -c "…": the inner command line counts, and the outer one gives the number of hosts.
+        _run_inner(shell, argv[option_index + 1], prefix=tuple(argv[: option_index - 1]))
         return
     if " " in argv[-1].strip() and argv[0].rpartition("/")[2] in (
         "ssh",
@@ -249,13 +258,13 @@ def _note_start(shell: Interpreter, argv: list[str], environment: dict[str, str]
 
 
 def _run_inner(shell: Interpreter, text: str, *, prefix: tuple[str, ...] = ()) -> None:
-    """A string of commands, in a process of its own: it sees what is exported."""
+    """Follow a string of commands in its own process, which sees only exported variables."""
     if shell.calls > 24:
         return
-    before = shell.state
-    shell.state = before.copy()
+    outer_state = shell.state
+    shell.state = outer_state.copy()
     shell.state.variables = {
-        key: value for key, value in before.variables.items() if key in before.exported or key in shell.given
+        key: value for key, value in outer_state.variables.items() if key in outer_state.exported or key in shell.given
     }
     shell.calls += 1
     count, line = len(shell.started), shell.line
@@ -273,17 +282,21 @@ def _run_inner(shell: Interpreter, text: str, *, prefix: tuple[str, ...] = ()) -
         )
     finally:
         shell.calls -= 1
-        before.files = shell.state.files
-        shell.state = before
-    for place in range(count, len(shell.started)):
-        one = shell.started[place]
-        shell.started[place] = StartedCommand(
-            argv=(*prefix, *one.argv), line=line, environment=one.environment, files=one.files, doubtful=one.doubtful
+        outer_state.files = shell.state.files
+        shell.state = outer_state
+    for index in range(count, len(shell.started)):
+        inner_command = shell.started[index]
+        shell.started[index] = StartedCommand(
+            argv=(*prefix, *inner_command.argv),
+            line=line,
+            environment=inner_command.environment,
+            files=inner_command.files,
+            doubtful=inner_command.doubtful,
         )
 
 
 def _inner_script(shell: Interpreter, rest: list[str]) -> Outcome | None:
-    """`bash -c text` and `bash file arguments`."""
+    """Follow `bash -c text` and `bash file arguments`; None if the command is neither."""
     while rest and re.fullmatch(r"-[exulv]+|--login|--norc", rest[0]):
         rest = rest[1:]
     if len(rest) > 1 and re.fullmatch(r"-[exlui]*c", rest[0]):
@@ -295,9 +308,13 @@ def _inner_script(shell: Interpreter, rest: list[str]) -> Outcome | None:
     text = shell.read_file(rest[0]) if path is not None or rest[0] in shell.state.files else None
     if text is None or shell.calls > 8:
         return None
-    before, arguments = shell.state, tuple(rest[1:])
-    shell.state = before.copy()
-    shell.state.variables = {k: v for k, v in before.variables.items() if k in before.exported or k in shell.given}
+    outer_state, arguments = shell.state, tuple(rest[1:])
+    shell.state = outer_state.copy()
+    shell.state.variables = {
+        name: value
+        for name, value in outer_state.variables.items()
+        if name in outer_state.exported or name in shell.given
+    }
     shell.state.functions, shell.state.positional, shell.state.shifted = {}, arguments, 0
     shell.calls += 1
     try:
@@ -306,18 +323,18 @@ def _inner_script(shell: Interpreter, rest: list[str]) -> Outcome | None:
         pass
     finally:
         shell.calls -= 1
-        shell.state = before
+        shell.state = outer_state
     return UNDECIDED, None
 
 
 def _redirect(shell: Interpreter, node: SimpleCommand, text: str) -> None:
-    for one in node.redirects:
-        if one.operator in (">", ">>", ">|", "&>", "&>>"):
-            shell.write_file(expand_text(one.target.text, shell), text, append=">>" in one.operator)
+    for redirect in node.redirects:
+        if redirect.operator in (">", ">>", ">|", "&>", "&>>"):
+            shell.write_file(expand_text(redirect.target.text, shell), text, append=">>" in redirect.operator)
 
 
 def read_small(path: Path) -> str | None:
-    """A text file beside the script, if it is small."""
+    """Return a text file, or None if it is too large."""
     data = read_head(path, MOST_SOURCED + 1)
     if len(data) > MOST_SOURCED:
         return None
@@ -325,15 +342,16 @@ def read_small(path: Path) -> str | None:
 
 
 def call_function(shell: Interpreter, argv: list[str]) -> Outcome:
-    """A function of the script, with its own arguments and local variables."""
+    """Follow a function of the script, with its own arguments and local variables."""
     shell.calls += 1
     if shell.calls > 24:
         shell.calls -= 1
         return UNDECIDED, None
     body = shell.state.functions[argv[0]]
     outer, outer_shift = shell.state.positional, shell.state.shifted
-    kept = dict(shell.state.variables)
+    outer_variables = dict(shell.state.variables)
     shell.state.positional, shell.state.shifted = tuple(argv[1:]), 0
+    # A name that no script can use: it collects the names that the function declares local.
     shell.state.variables["\x00local"] = ()
     shell.returned.append([])
     signal = shell.run_block(body)
@@ -343,19 +361,19 @@ def call_function(shell: Interpreter, argv: list[str]) -> Outcome:
         )
     names = shell.state.variables.pop("\x00local", ())
     for name in names if isinstance(names, tuple) else ():
-        if name in kept:
-            shell.state.variables[name] = kept[name]
+        if name in outer_variables:
+            shell.state.variables[name] = outer_variables[name]
         else:
             shell.state.variables.pop(name, None)
-    if "\x00local" in kept:
-        shell.state.variables["\x00local"] = kept["\x00local"]
+    if "\x00local" in outer_variables:
+        shell.state.variables["\x00local"] = outer_variables["\x00local"]
     shell.state.positional, shell.state.shifted = outer, outer_shift
     shell.calls -= 1
     return UNDECIDED, "exit" if signal == "exit" else None
 
 
 def function_printed(shell: Interpreter, argv: list[str]) -> str | None:
-    """What a function of one echo prints."""
+    """Return what a function of one command prints; None if it is not known."""
     body = shell.state.functions[argv[0]]
     inner = body[0].body if len(body) == 1 and isinstance(body[0], CommandGroup) else body
     if len(inner) != 1:
@@ -369,7 +387,7 @@ def function_printed(shell: Interpreter, argv: list[str]) -> str | None:
 
 
 def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
-    """What `[ test ] && echo one || echo two` prints, where the test is decided."""
+    """Return what `[ test ] && echo one || echo two` prints; None if the test is undecided."""
     if (folder := _folder_printed(shell, node)) is not None:
         return folder
     if not (isinstance(node.first, TestClause | ArithmeticCommand) or _is_test(node.first)):
@@ -378,9 +396,9 @@ def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
     if verdict.holds is None or verdict.ground == "no arguments":
         return None
     holds, text = verdict.holds, ""
-    for operator, other in node.rest:
+    for operator, command in node.rest:
         if holds is (operator == "&&"):
-            printed_text = shell.pipe_text((other,))
+            printed_text = shell.pipe_text((command,))
             if printed_text is None:
                 return None
             text += printed_text
@@ -389,11 +407,11 @@ def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
 
 
 def clause_printed(shell: Interpreter, node: IfClause) -> str | None:
-    """What `if test; then echo one; else echo two; fi` prints, where the tests are decided."""
+    """Return what `if test; then echo one; else echo two; fi` prints; None if a test is undecided."""
     for condition, body in node.branches:
         verdict = UNDECIDED
-        for one in condition:
-            verdict, _ = shell.run_node(one)
+        for command in condition:
+            verdict, _ = shell.run_node(command)
         if verdict.holds is None or verdict.ground == "no arguments":
             return None
         if verdict.holds:
@@ -402,7 +420,7 @@ def clause_printed(shell: Interpreter, node: IfClause) -> str | None:
 
 
 def _block_printed(shell: Interpreter, block: Block) -> str | None:
-    texts = [shell.pipe_text(one.parts if isinstance(one, Pipeline) else (one,)) for one in block]
+    texts = [shell.pipe_text(node.parts if isinstance(node, Pipeline) else (node,)) for node in block]
     return None if any(text is None for text in texts) else "".join(text or "" for text in texts)
 
 
@@ -412,16 +430,16 @@ def _is_test(node: Node) -> bool:
 
 
 def _folder_printed(shell: Interpreter, node: AndOr) -> str | None:
-    """`cd folder && pwd` prints the folder."""
+    """Return the folder that `cd folder && pwd` prints; None for other commands."""
     if len(node.rest) != 1 or not isinstance(node.first, SimpleCommand):
         return None
     last = node.rest[0][1]
-    first = [f for word in node.first.words if isinstance(word, Word) for f in expand_fields(word.text, shell)]
-    ends = isinstance(last, SimpleCommand) and [w.text for w in last.words if isinstance(w, Word)] in (
+    first = [field for word in node.first.words if isinstance(word, Word) for field in expand_fields(word.text, shell)]
+    is_pwd = isinstance(last, SimpleCommand) and [word.text for word in last.words if isinstance(word, Word)] in (
         ["pwd"],
         ["pwd", "-P"],
     )
-    names = [one for one in first[1:] if one not in ("--", "-P")]
-    if not ends or not first or first[0] != "cd" or len(names) != 1:
+    names = [field for field in first[1:] if field not in ("--", "-P")]
+    if not is_pwd or not first or first[0] != "cd" or len(names) != 1:
         return None
     return names[0] + "\n"

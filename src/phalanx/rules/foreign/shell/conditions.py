@@ -1,4 +1,4 @@
-"""`[ … ]`, `test` and `[[ … ]]`: true, false, or not known."""
+"""Verdicts of `[ … ]`, `test` and `[[ … ]]`: true, false, or not known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phalanx.rules.foreign.shell.expansion import Scope, evaluate_in, expand_tex
 from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.patterns import matches_pattern
 
-# How sure a verdict is: `default` rests on a variable that nothing sets being empty, as ${X:-8} does; `no arguments` on
-# the script being called without any. Only loops over arguments believe the second.
+# Certainty of a verdict: `default` assumes that a variable which nothing sets is empty, as ${X:-8} does; `no
+# arguments` assumes that the script is called without any. Only loops over arguments rely on the second.
 Ground = Literal["sure", "default", "no arguments"]
 NUMERIC = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 FILES = ("-f", "-e", "-d", "-s", "-r", "-w", "-x", "-L", "-h")
@@ -21,7 +21,7 @@ MOST_WORDS = 500
 
 @dataclass(frozen=True, slots=True)
 class ConditionVerdict:
-    """True, false or, as None, not known."""
+    """True, false or, as None, not known; with its certainty."""
 
     holds: bool | None
     ground: Ground = "sure"
@@ -31,13 +31,13 @@ UNDECIDED = ConditionVerdict(None)
 
 
 def weaker(one: Ground, two: Ground) -> Ground:
-    """Of two grounds the one that is less sure."""
+    """Return the less certain of two grounds."""
     order: tuple[Ground, ...] = ("sure", "default", "no arguments")
     return max(one, two, key=order.index)
 
 
 def both(one: ConditionVerdict, two: ConditionVerdict) -> ConditionVerdict:
-    """One and two."""
+    """Return the conjunction of two verdicts."""
     if one.holds is False or two.holds is False:
         return one if one.holds is False else two
     if one.holds is None or two.holds is None:
@@ -46,44 +46,44 @@ def both(one: ConditionVerdict, two: ConditionVerdict) -> ConditionVerdict:
 
 
 def negated_verdict(one: ConditionVerdict) -> ConditionVerdict:
-    """Not one."""
+    """Return the negation of a verdict."""
     return ConditionVerdict(None if one.holds is None else not one.holds, one.ground)
 
 
 class TestReader:
-    """The words of one test. In `double` brackets the right side of == is a pattern, and words are raw."""
+    """Parser of the words of one test. In `double` brackets the right side of == is a pattern, and words are raw."""
 
     def __init__(self, words: list[str], scope: Scope, files: dict[str, str], *, double: bool) -> None:
         self.words, self.scope, self.files, self.double = words, scope, files, double
         self.at = 0
 
     def verdict(self) -> ConditionVerdict:
-        """What the test says; what is not understood is not known."""
+        """Return the verdict of the test; undecided if it is not understood."""
         if len(self.words) > MOST_WORDS:
             return UNDECIDED
         try:
-            found = self._or()
+            result = self._or()
         except (IndexError, RecursionError):
             return UNDECIDED
-        return found if self.at >= len(self.words) else UNDECIDED
+        return result if self.at >= len(self.words) else UNDECIDED
 
     def _peek(self, ahead: int = 0) -> str:
         return self.words[self.at + ahead] if self.at + ahead < len(self.words) else ""
 
     def _or(self) -> ConditionVerdict:
-        found = self._and()
+        result = self._and()
         while self._peek() in (("||",) if self.double else ("-o",)):
             self.at += 1
-            other = self._and()
-            found = negated_verdict(both(negated_verdict(found), negated_verdict(other)))
-        return found
+            operand = self._and()
+            result = negated_verdict(both(negated_verdict(result), negated_verdict(operand)))
+        return result
 
     def _and(self) -> ConditionVerdict:
-        found = self._not()
+        result = self._not()
         while self._peek() in (("&&",) if self.double else ("-a",)):
             self.at += 1
-            found = both(found, self._not())
-        return found
+            result = both(result, self._not())
+        return result
 
     def _not(self) -> ConditionVerdict:
         if self._peek() == "!" and len(self.words) > self.at + 1:
@@ -91,9 +91,9 @@ class TestReader:
             return negated_verdict(self._not())
         if self._peek() in ("(", "\\(") and len(self.words) > self.at + 2:
             self.at += 1
-            found = self._or()
+            result = self._or()
             self.at += 1
-            return found
+            return result
         return self._primary()
 
     def _text(self, word: str) -> str:
@@ -151,21 +151,21 @@ class TestReader:
             return self._regex(left, right)
         if operator in ("<", ">"):
             return ConditionVerdict(left < right if operator == "<" else left > right)
-        same = matches_pattern(left, right) if self.double else left == right
-        return ConditionVerdict(same if same is None or operator != "!=" else not same)
+        is_equal = matches_pattern(left, right) if self.double else left == right
+        return ConditionVerdict(is_equal if is_equal is None or operator != "!=" else not is_equal)
 
     def _choices(self, left: str, operator: str, right: str) -> ConditionVerdict:
-        """A text that is one of several: known where all of them agree."""
+        """Compare a text that is one of several: the verdict is known if all of them agree."""
         cause = self.scope.unknowns.alone(left)
         if cause is None or cause.kind != "either" or not cause.choices or not is_known(right):
             return UNDECIDED
-        texts = [" ".join(one) for one in cause.choices]
+        texts = [" ".join(choice) for choice in cause.choices]
         if not all(map(is_known, texts)) or operator not in ("=", "==", "!="):
             return UNDECIDED
-        found = {matches_pattern(one, right) if self.double else one == right for one in texts}
-        if len(found) != 1 or None in found:
+        results = {matches_pattern(choice, right) if self.double else choice == right for choice in texts}
+        if len(results) != 1 or None in results:
             return UNDECIDED
-        return ConditionVerdict(found.pop() is (operator != "!="))
+        return ConditionVerdict(results.pop() is (operator != "!="))
 
     def _numbers(self, left: str, operator: str, right: str) -> ConditionVerdict:
         unknowns = self.scope.unknowns
@@ -174,14 +174,21 @@ class TestReader:
         if cause is not None and cause.kind == "unset" and cause.name == "#":
             left, ground = "0", "no arguments"
         try:
-            one, two = evaluate_in(left or "0", self.scope), evaluate_in(right or "0", self.scope)
+            first, second = evaluate_in(left or "0", self.scope), evaluate_in(right or "0", self.scope)
         except UnknownNumberError:
             return UNDECIDED
-        table = {"==": one == two, "!=": one != two, "<": one < two, "<=": one <= two, ">": one > two, ">=": one >= two}
+        table = {
+            "==": first == second,
+            "!=": first != second,
+            "<": first < second,
+            "<=": first <= second,
+            ">": first > second,
+            ">=": first >= second,
+        }
         return ConditionVerdict(table[NUMERIC[operator]], ground)
 
     def _regex(self, text: str, pattern: str) -> ConditionVerdict:
-        """Only patterns that Python reads the same way, and that match in one pass."""
+        """Match a pattern, if Python reads it the same way and it matches in one pass; else undecided."""
         if not re.fullmatch(r"\^?(?:[\w .,:/=-]|\\\.|\[[\w^-]+\]\+?|\.\*)*\$?", pattern) or pattern.count("*") > 2:
             return UNDECIDED
         try:

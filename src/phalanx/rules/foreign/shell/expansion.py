@@ -1,4 +1,4 @@
-"""Words of a script as the shell hands them on: quotes removed, variables and arithmetic filled in, fields split."""
+"""Expansion of words as in a shell: quotes removed, variables and arithmetic filled in, fields split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_FIELDS = 5_000
 
 
 class Scope(Protocol):
-    """What an expansion needs of the interpreter."""
+    """The parts of the interpreter that an expansion needs."""
 
     unknowns: UnknownTable
     depth: int
@@ -38,12 +38,12 @@ class Scope(Protocol):
 
 
 def expand_fields(raw: str, scope: Scope) -> list[str]:
-    """The fields of a word: none, one or several.
+    """Return the fields of a word: none, one or several.
 
-    The parts of a word are (text, whether it is split at blanks); a part that is a list begins new fields.
+    The pieces of a word are (text, kind): "split" pieces are split at blanks, and "list" pieces begin new fields.
     """
-    if "{" in raw and (spread := _spread_braces(raw)) is not None:
-        return [field for one in spread for field in expand_fields(one, scope)]
+    if "{" in raw and (alternatives := _spread_braces(raw)) is not None:
+        return [field for alternative in alternatives for field in expand_fields(alternative, scope)]
     fields: list[str] = []
     current: str | None = None
     for text, kind in _parts(raw, scope):
@@ -82,22 +82,24 @@ def expand_fields(raw: str, scope: Scope) -> list[str]:
 
 
 def expand_text(raw: str, scope: Scope) -> str:
-    """A word as one text: the value of an assignment, the subject of a case, a word of [[ ]]."""
-    parts = (" ".join(text.split("\x00")) if kind == "list" else text for text, kind in _parts(raw, scope))
-    return _bounded("".join(parts), scope)
+    """Return a word as one text: for the value of an assignment, the subject of a case, a word of [[ ]]."""
+    pieces = (" ".join(text.split("\x00")) if kind == "list" else text for text, kind in _parts(raw, scope))
+    return _bounded("".join(pieces), scope)
 
 
 def expand_quoted(raw: str, scope: Scope) -> str:
-    """Text with the rules of double quotes: the body of a here-document."""
-    parts = (" ".join(text.split("\x00")) if kind == "list" else text for text, kind in _double(raw, scope, here=True))
-    return _bounded("".join(parts), scope)
+    """Return text expanded by the rules of double quotes: the body of a here-document."""
+    pieces = (" ".join(text.split("\x00")) if kind == "list" else text for text, kind in _double(raw, scope, here=True))
+    return _bounded("".join(pieces), scope)
 
 
 def _bounded(text: str, scope: Scope) -> str:
     return text if len(text) <= MOST_TEXT else scope.open_mark("a text that is too long")
 
 
-_piece_end = lru_cache(maxsize=8192)(end_of_piece)  # the same words are expanded in every turn of a loop
+_piece_end = lru_cache(maxsize=8192)(
+    end_of_piece
+)  # cached, because the same words are expanded in every iteration of a loop
 
 
 def _parts(raw: str, scope: Scope) -> Iterator[tuple[str, str]]:
@@ -145,7 +147,7 @@ def _is_list(quoted: str) -> bool:
 
 
 def _dollar_piece(raw: str, at: int, end: int) -> tuple[str, int]:
-    """`$NAME` with its name; other expansions end where the scanner says."""
+    """Return the piece at a dollar sign: `$NAME` with its name, other expansions as the scanner ends them."""
     if end == at + 1:
         name = _NAME.match(raw, at + 1)
         end = name.end() if name else end
@@ -183,31 +185,31 @@ def _double(text: str, scope: Scope, *, here: bool = False) -> Iterator[tuple[st
 
 
 def _ansi_text(text: str) -> str:
-    return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found.group(1), found.group()), text, flags=re.DOTALL)
+    return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match.group(1), match.group()), text, flags=re.DOTALL)
 
 
 def _spread_braces(raw: str) -> list[str] | None:
-    """`a{1..3}` and `{a,b}` as words; None where there are none."""
+    """Return the words of `a{1..3}` and `{a,b}`; None if there are no braces to expand."""
     if any(char in raw for char in "'\"`") or "${" in raw:
         return None
-    if found := _RANGE.fullmatch(raw):
-        before, first, last, step, after = found.groups()
-        low, high, by = int(first), int(last), max(1, int(step or 1))
-        if abs(high - low) // by > 1_000:
+    if match := _RANGE.fullmatch(raw):
+        before, first, last, step, after = match.groups()
+        low, high, increment = int(first), int(last), max(1, int(step or 1))
+        if abs(high - low) // increment > 1_000:
             return None
-        numbers = range(low, high + 1, by) if high >= low else range(low, high - 1, -by)
+        numbers = range(low, high + 1, increment) if high >= low else range(low, high - 1, -increment)
         width = len(first) if first.startswith("0") and len(first) > 1 else 0
         return [f"{before}{number:0{width}d}{after}" for number in numbers]
-    if found := _CHOICE.fullmatch(raw):
-        return [f"{found.group(1)}{one}{found.group(3)}" for one in found.group(2).split(",")]
+    if match := _CHOICE.fullmatch(raw):
+        return [f"{match.group(1)}{choice}{match.group(3)}" for choice in match.group(2).split(",")]
     return None
 
 
-# ---- what begins with a dollar sign ---------------------------------------------------------------------------------
+# ---- expansions that begin with a dollar sign -----------------------------------------------------------------------
 
 
 def expand_dollar(piece: str, scope: Scope, *, quoted: bool = False) -> tuple[str, bool]:
-    """(text, whether it is a list, joined by zero characters)."""
+    """Return (text, whether it is a list, joined by zero characters)."""
     if piece == "$":
         return "$", False
     if piece.startswith("$((") and piece.endswith("))"):
@@ -225,7 +227,7 @@ def expand_dollar(piece: str, scope: Scope, *, quoted: bool = False) -> tuple[st
 
 
 def expand_arithmetic(text: str, scope: Scope) -> str:
-    """The number an expression comes to, or a mark."""
+    """Return the value of an arithmetic expression, or a mark."""
     filled = expand_text(text.replace('"', ""), scope)
     try:
         return str(evaluate_in(filled, scope))
@@ -233,7 +235,12 @@ def expand_arithmetic(text: str, scope: Scope) -> str:
         cause = scope.unknowns.first(filled)
         if cause is None:
             cause = next(
-                (found for name in re.findall(r"[A-Za-z_]\w*", filled) if (found := _cause(name, scope))), None
+                (
+                    cause_of_name
+                    for name in re.findall(r"[A-Za-z_]\w*", filled)
+                    if (cause_of_name := _cause(name, scope))
+                ),
+                None,
             )
         if cause is None:
             return scope.open_mark(f"arithmetic that is not understood: {filled[:60]}")
@@ -249,7 +256,7 @@ def _cause(name: str, scope: Scope) -> Unknown | None:
 
 
 def evaluate_in(text: str, scope: Scope) -> int:
-    """Arithmetic with the script's variables."""
+    """Evaluate arithmetic with the script's variables; raise UnknownNumberError."""
     steps = 0
 
     def read(name: str) -> int:
@@ -287,43 +294,47 @@ def _element(items: tuple[str, ...], index: str, scope: Scope) -> str | None:
     if not is_known(number):
         return number
     place = int(number)
-    before = items[: place + 1] if place >= 0 else items
-    if any(scope.unknowns.alone(item) for item in before[:-1]):
+    items_up_to = items[: place + 1] if place >= 0 else items
+    if any(scope.unknowns.alone(item) for item in items_up_to[:-1]):
         return scope.open_mark("an element of a list of unknown length")
     return items[place] if -len(items) <= place < len(items) else None
 
 
 def _parameter(inner: str, scope: Scope, *, quoted: bool) -> tuple[str, bool]:
-    found = _PARAMETER.fullmatch(inner)
+    match = _PARAMETER.fullmatch(inner)
     if inner in ("#", "!", "?", "$", "-", "_"):
         return scope.special(inner), False
-    if found is None:
+    if match is None:
         return scope.open_mark(f"an expansion that is not understood: ${{{inner[:40]}}}"), False
-    prefix, name, index, rest = found.groups()
+    prefix, name, index, operation = match.groups()
     if prefix == "#":
         return _length(name, index, scope), False
     if name in ("@", "*"):
-        if scope.positional() is None and (scope.has_shifted() or re.match(r":\s*\(?([2-9]|\d\d|\$)", rest)):
-            # Whoever starts it gives arguments: the first are taken elsewhere, and nobody knows the rest.
+        if scope.positional() is None and (scope.has_shifted() or re.match(r":\s*\(?([2-9]|\d\d|\$)", operation)):
+            # The caller of the script gives arguments: the first are used elsewhere, and the others are unknown.
             return scope.open_mark("arguments that the script is given after its first"), True
-        return _joined_or_list(scope.positional() or (), name, rest, scope, quoted=quoted)
+        return _joined_or_list(scope.positional() or (), name, operation, scope, quoted=quoted)
     if index in ("[@]", "[*]"):
         value = scope.get_variable(name)
         if prefix == "!":
-            keys = [str(n) for n in range(len(value))] if isinstance(value, tuple) else list(value or ())
+            keys = (
+                [str(index_number) for index_number in range(len(value))]
+                if isinstance(value, tuple)
+                else list(value or ())
+            )
             return "\x00".join(keys), True
         items = _items(value)
-        if not items and rest[:1] in ("-", ":") and rest[:2] != ":+" and not rest[1:2].isdigit():
-            return expand_text(rest.lstrip(":-"), scope), False
-        if value is None and not rest:
-            return "", True  # an array that nothing made is no word
-        return _joined_or_list(items, index[1], rest, scope, quoted=quoted)
+        if not items and operation[:1] in ("-", ":") and operation[:2] != ":+" and not operation[1:2].isdigit():
+            return expand_text(operation.lstrip(":-"), scope), False
+        if value is None and not operation:
+            return "", True  # an array that was never assigned has no words
+        return _joined_or_list(items, index[1], operation, scope, quoted=quoted)
     value = _single(name, index, scope)
     if prefix == "!" and value is not None:
         if not is_known(value) or not _NAME.fullmatch(value):
             return scope.open_mark(f"the name of a variable in ${name}"), False
         name, value = value, _single(value, None, scope)
-    return _applied(name, value, rest, scope), False
+    return _applied(name, value, operation, scope), False
 
 
 def _items(value: Text | None) -> tuple[str, ...]:
@@ -364,10 +375,10 @@ def _single(name: str, index: str | None, scope: Scope) -> str | None:
     if name.isdigit():
         if name == "0":
             return scope.special("0")
-        given = scope.positional()
-        if given is None:
+        arguments = scope.positional()
+        if arguments is None:
             return None
-        return given[int(name) - 1] if 0 < int(name) <= len(given) else ""
+        return arguments[int(name) - 1] if 0 < int(name) <= len(arguments) else ""
     value = scope.get_variable(name)
     if isinstance(value, dict):
         return value.get(expand_text(index[1:-1], scope)) if index else None
@@ -377,11 +388,11 @@ def _single(name: str, index: str | None, scope: Scope) -> str | None:
 
 
 def _applied(name: str, value: str | None, rest: str, scope: Scope) -> str:
-    """`${NAME<operator><word>}`: a variable that nothing sets takes the default that stands there."""
-    found = _OPERATOR.match(rest)
-    if found is None:
+    """Apply `${NAME<operator><word>}`: a variable that nothing sets gets the default."""
+    match = _OPERATOR.match(rest)
+    if match is None:
         return scope.unset_mark(name) if value is None else value
-    operator, word = found.group(), rest[found.end() :]
+    operator, word = match.group(), rest[match.end() :]
     if operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
         return _default_applied(name, value, operator, word, scope)
     if value is None:
@@ -391,19 +402,19 @@ def _applied(name: str, value: str | None, rest: str, scope: Scope) -> str:
     return _changed(value, operator, word, scope)
 
 
-# What a scheduler gives every job: a default beside it is for a try without one.
+# Variables that a scheduler sets for every job: their defaults are for a test without a scheduler.
 SCHEDULER = re.compile(r"(SLURM|PBS|LSB|OMPI|PMI|PET|MLP|VC|ARNOLD)_\w+|WORLD_SIZE")
 
 
 def _default_applied(name: str, value: str | None, operator: str, word: str, scope: Scope) -> str:
-    said = scope.unset_mark(name) if value is None else value
-    cause = scope.unknowns.alone(said)
-    if cause is not None and cause.kind != "unset" and not _cannot_be_empty(said, scope):
-        return scope.unknowns.derived(said)  # it may or may not be empty
-    empty = (cause is not None and cause.kind == "unset") or (operator[0] == ":" and value == "")
+    current = scope.unset_mark(name) if value is None else value
+    cause = scope.unknowns.alone(current)
+    if cause is not None and cause.kind != "unset" and not _cannot_be_empty(current, scope):
+        return scope.unknowns.derived(current)  # it may or may not be empty
+    is_empty = (cause is not None and cause.kind == "unset") or (operator[0] == ":" and value == "")
     if operator[-1] in "-=":
-        if not empty:
-            return said
+        if not is_empty:
+            return current
         text = expand_text(word, scope)
         if SCHEDULER.fullmatch(name):
             text = scope.open_mark(f"{name}, which the scheduler sets; {text} without", name)
@@ -411,8 +422,8 @@ def _default_applied(name: str, value: str | None, operator: str, word: str, sco
             scope.set_variable(name, text)
         return text
     if operator[-1] == "+":
-        return "" if empty else expand_text(word, scope)
-    return scope.unset_mark(name) if empty else said
+        return "" if is_empty else expand_text(word, scope)
+    return scope.unset_mark(name) if is_empty else current
 
 
 def _cannot_be_empty(text: str, scope: Scope) -> bool:
@@ -430,8 +441,8 @@ def _changed(value: str, operator: str, word: str, scope: Scope) -> str:
         number = expand_arithmetic(count, scope) if count else ""
         if not is_known(first + number):
             return scope.unknowns.derived(first + number)
-        part = value[int(first) :]
-        return part[: int(number)] if number else part
+        substring = value[int(first) :]
+        return substring[: int(number)] if number else substring
     if operator == "@":
         return value
     if operator in ("/", "//"):

@@ -1,4 +1,4 @@
-"""Arguments of Megatron and its kin that take no value: what follows one of them belongs to no flag."""
+"""Arguments of Megatron and similar programs that take no value: a word after one of them belongs to no argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows a script from its first line to its last, through every way it may take. Nothing is run, nothing written."""
+"""Interpreter that follows a script along every path it may take. It runs no program and writes no file."""
 
 from __future__ import annotations
 
@@ -38,67 +38,70 @@ from phalanx.rules.foreign.shell.syntax import (
 )
 
 MOST_STEPS = 40_000  # statements; the longest launch script seen takes 900
-TEXT_STEPS = 100  # that a sourced file or a string of commands counts for: it is looked up and parsed each time
-MOST_ROUNDS = 300  # of one loop
-MOST_CALLS = 24  # functions, sourced files and strings of commands within each other
+# Cost in steps of a sourced file or a string of commands, which is looked up and parsed each time
+TEXT_STEPS = 100
+MOST_ROUNDS = 300  # iterations of one loop
+MOST_CALLS = 24  # nesting of functions, sourced files and strings of commands
 MOST_COMMANDS = 2_000
 
 Signal = Literal["exit", "return", "break", "continue"] | None
 
 
 class TooLongError(Exception):
-    """The script does more than a launch script does."""
+    """The script takes more steps than a launch script."""
 
 
 class Interpreter:
-    """One script. `given` are variables that hold whatever the script assigns to them."""
+    """Interpreter of one script. `given` are variables that keep their value whatever the script assigns to them."""
 
     def __init__(self, *, file: str, folder: Path | None, given: dict[str, str]) -> None:
         self.file, self.folder, self.given = file, folder, given
         self.state = ShellState(variables=dict(given))
         if any(name.isdigit() for name in given):
             last = max(int(name) for name in given if name.isdigit())
-            self.state.positional = tuple(given.get(str(n), "") for n in range(1, last + 1))
+            self.state.positional = tuple(given.get(str(number), "") for number in range(1, last + 1))
         self.unknowns = UnknownTable()
         self.started: list[StartedCommand] = []
-        self.unset_used: dict[str, int] = {}  # variables that nothing sets -> where one was used first
-        self.open_sources: list[str] = []  # sourced files that are not here
+        # Variables that nothing sets -> the line where one was used first
+        self.unset_used: dict[str, int] = {}
+        # Sourced files that are not available
+        self.open_sources: list[str] = []
         self.line, self.depth, self.steps, self.calls, self.doubt = 0, 0, 0, 0, 0
         self.returned: list[list[ShellState]] = []
         self.broken: list[list[ShellState]] = []
 
-    # ---- what expansions ask for -----------------------------------------------------------------------------------
+    # ---- interface for expansions -----------------------------------------------------------------------------------
 
     def get_variable(self, name: str) -> Text | None:
-        """The value of a variable; None where nothing set it."""
+        """Return the value of a variable; None if nothing set it."""
         return self.state.variables.get(name)
 
     def set_variable(self, name: str, value: Text) -> None:
-        """Assign, unless the caller gave another value."""
+        """Assign a variable, unless the caller gave another value."""
         if name not in self.given:
             self.state.variables[name] = value
 
     def unset_mark(self, name: str) -> str:
-        """The mark of a variable that nothing sets, or that a file which is not here may set."""
+        """Return the mark of a variable that nothing sets, or that an unavailable file may set."""
         if name.isdigit():
             name = str(int(name) + self.state.shifted)
         self.unset_used.setdefault(name, self.line)
         if self.open_sources and not name.isdigit():
-            why = f"nothing here sets {name}; {self.open_sources[0]} may"
-            return self.unknowns.mark(Unknown(kind="open", why=why, name=name, line=self.line, file=self.file))
-        what = f"argument {name} of the script" if name.isdigit() else f"{name}, which nothing sets"
-        return self.unknowns.mark(Unknown(kind="unset", why=what, name=name, file=self.file))
+            reason = f"nothing here sets {name}; {self.open_sources[0]} may"
+            return self.unknowns.mark(Unknown(kind="open", why=reason, name=name, line=self.line, file=self.file))
+        description = f"argument {name} of the script" if name.isdigit() else f"{name}, which nothing sets"
+        return self.unknowns.mark(Unknown(kind="unset", why=description, name=name, file=self.file))
 
     def positional(self) -> tuple[str, ...] | None:
-        """The arguments; None where nobody gave any."""
+        """Return the arguments of the script or function; None if none were given."""
         return self.state.positional
 
     def has_shifted(self) -> bool:
-        """Whether arguments that nobody gave were shifted away: whoever starts the script gives some."""
+        """Return whether arguments that were not given were shifted: the caller of the script then gives some."""
         return self.state.positional is None and self.state.shifted > 0
 
     def special(self, name: str) -> str:
-        """`$#`, `$0` and their kin."""
+        """Return the value of `$#`, `$0` and similar variables, or a mark."""
         if name == "0":
             return self.file
         if name == "#":
@@ -110,11 +113,11 @@ class Interpreter:
         return self.open_mark(f"${name}")
 
     def open_mark(self, why: str, name: str = "") -> str:
-        """A mark for what cannot be worked out."""
+        """Return a mark for a value that cannot be determined."""
         return self.unknowns.mark(Unknown(kind="open", why=why, name=name, line=self.line, file=self.file))
 
     def substitute(self, text: str) -> str:
-        """What a command would print, where it is harmless; else a mark."""
+        """Return what a harmless command would print; a mark for any other command."""
         output = self._printed_by(text)
         return self.open_mark(f"$({' '.join(text.split())[:60]}) is not run") if output is None else output.rstrip("\n")
 
@@ -127,17 +130,18 @@ class Interpreter:
             block = parse_shell(text, first_line=self.line)
         except ShellSyntaxError:
             return None
-        before = self.state
-        self.state = before.copy()
+        outer_state = self.state
+        self.state = outer_state.copy()
         self.calls += 1
         try:
             return self._printed_block(block)
         finally:
-            self.state = before
+            self.state = outer_state
             self.calls -= 1
 
     def _printed_block(self, block: Block) -> str | None:
-        if not block:  # `# a comment between lines that go on`
+        # Such as a comment between continued lines
+        if not block:
             return ""
         if len(block) != 1:
             return None
@@ -146,21 +150,23 @@ class Interpreter:
             return commands.choice_printed(self, node)
         if isinstance(node, IfClause):
             return commands.clause_printed(self, node)
-        parts = node.parts if isinstance(node, Pipeline) else (node,)
-        return self.pipe_text(parts)
+        commands_of_pipe = node.parts if isinstance(node, Pipeline) else (node,)
+        return self.pipe_text(commands_of_pipe)
 
     def pipe_text(self, parts: tuple[Node, ...]) -> str | None:
-        """What the last of several commands prints; None where one of them is not understood."""
+        """Return what the last of several commands prints; None if one of them is not understood."""
         text: str | None = None
-        for part in parts:
-            if not isinstance(part, SimpleCommand) or part.assignments:
+        for command in parts:
+            if not isinstance(command, SimpleCommand) or command.assignments:
                 return None
-            given = self.input_text(part.redirects)
-            argv = [field for word in part.words if isinstance(word, Word) for field in expand_fields(word.text, self)]
+            input_text = self.input_text(command.redirects)
+            argv = [
+                field for word in command.words if isinstance(word, Word) for field in expand_fields(word.text, self)
+            ]
             if argv and argv[0] in self.state.functions:
                 text = commands.function_printed(self, argv)
             else:
-                text = printed_output(argv, text if given is None else given, self.read_file)
+                text = printed_output(argv, text if input_text is None else input_text, self.read_file)
             if text is None:
                 return None
             if argv and argv[0] == "tee":
@@ -169,44 +175,44 @@ class Interpreter:
         return text
 
     def input_text(self, redirects: tuple[Redirect, ...]) -> str | None:
-        """What `<< EOF`, `<<< text` or `< file` gives."""
-        for one in redirects:
-            if one.body is not None:
-                text = "".join(one.body)
-                return text if one.literal else expand_quoted(text, self)
-            if one.operator == "<<<":
-                return expand_text(one.target.text, self) + "\n"
-            if one.operator == "<":
-                return self.read_file(expand_text(one.target.text, self))
+        """Return the input that `<< EOF`, `<<< text` or `< file` gives."""
+        for redirect in redirects:
+            if redirect.body is not None:
+                text = "".join(redirect.body)
+                return text if redirect.literal else expand_quoted(text, self)
+            if redirect.operator == "<<<":
+                return expand_text(redirect.target.text, self) + "\n"
+            if redirect.operator == "<":
+                return self.read_file(expand_text(redirect.target.text, self))
         return None
 
     def read_file(self, name: str) -> str | None:
-        """A file that the script wrote, or one that lies in its folder."""
+        """Return a file that the script wrote, or one in its folder; None if it is not available."""
         if name in self.state.files:
             return self.state.files[name]
         path = self.local_path(name)
         return None if path is None else commands.read_small(path)
 
     def local_path(self, name: str) -> Path | None:
-        """The file of a name, where it lies within the folder or its repository; nothing outside is looked at."""
+        """Return a file within the folder or its repository; files outside are not accessed."""
         if self.folder is None or not is_known(name):
             return None
         return find_named_file(self.folder, name, Path(), self.folder, Path(self.file).parent)
 
     def write_file(self, name: str, text: str, *, append: bool) -> None:
-        """Remember what a file would hold."""
-        before = self.state.files.get(name, "") if append else ""
-        self.state.files[name] = (before + text)[: 4 * MOST_TEXT]
+        """Record the content that a file would have."""
+        old_text = self.state.files.get(name, "") if append else ""
+        self.state.files[name] = (old_text + text)[: 4 * MOST_TEXT]
 
     # ---- statements ------------------------------------------------------------------------------------------------
 
     def run_text(self, text: str, *, first_line: int = 1) -> Signal:
-        """Follow the commands of a text; raises ShellSyntaxError."""
+        """Follow the commands of a text; raise ShellSyntaxError."""
         self.steps += TEXT_STEPS
         return self.run_block(parse_shell(text, first_line=first_line))
 
     def run_block(self, block: Block) -> Signal:
-        """Follow statements until one of them leaves."""
+        """Follow statements until one of them leaves the block."""
         for node in block:
             _, signal = self.run_node(node)
             if signal is not None:
@@ -214,7 +220,7 @@ class Interpreter:
         return None
 
     def run_node(self, node: Node) -> tuple[ConditionVerdict, Signal]:
-        """(status of the command, whether it leaves the block)."""
+        """Return (status of the command, signal that leaves the block)."""
         self.steps += 1
         if self.steps > MOST_STEPS or len(self.started) > MOST_COMMANDS:
             raise TooLongError
@@ -251,7 +257,7 @@ class Interpreter:
                 return self.arithmetic_verdict(node.text), None
 
     def arithmetic_verdict(self, text: str) -> ConditionVerdict:
-        """`(( … ))`: true where it is not zero."""
+        """Return the verdict of `(( … ))`: true if the value is not zero."""
         filled = expand_text(text.replace('"', ""), self)
         count = self.unknowns.first(filled)
         if count is not None and count.name == "#" and count.kind == "unset":
@@ -268,73 +274,73 @@ class Interpreter:
         last = node.parts[-1]
         text = self.pipe_text(node.parts)
         if text is not None:
-            for one in last.redirects if isinstance(last, SimpleCommand) else ():
-                if one.operator in (">", ">>", ">|", "&>"):
-                    self.write_file(expand_text(one.target.text, self), text, append=one.operator == ">>")
+            for redirect in last.redirects if isinstance(last, SimpleCommand) else ():
+                if redirect.operator in (">", ">>", ">|", "&>"):
+                    self.write_file(expand_text(redirect.target.text, self), text, append=redirect.operator == ">>")
             return ConditionVerdict(True), None
-        for part in node.parts:  # each in a process of its own
-            before = self.state
-            self.state = before.copy()
-            self.run_node(part)
-            self.state, written = before, self.state.files
-            self.state.files = written
+        for command in node.parts:  # each in its own process
+            outer_state = self.state
+            self.state = outer_state.copy()
+            self.run_node(command)
+            self.state, files = outer_state, self.state.files
+            self.state.files = files
         return UNDECIDED, None
 
     def _run_and_or(self, node: AndOr) -> tuple[ConditionVerdict, Signal]:
         verdict, signal = self.run_node(node.first)
-        for operator, other in node.rest:
+        for operator, command in node.rest:
             if signal is not None:
                 return verdict, signal
             if verdict.holds is None or verdict.ground == "no arguments":
-                wanted = f"{'success' if operator == '&&' else 'failure'} of a command in line {self.line}"
-                signal = self._either((other,), (), wanted)
+                reason = f"{'success' if operator == '&&' else 'failure'} of a command in line {self.line}"
+                signal = self._either((command,), (), reason)
                 verdict = UNDECIDED
             elif verdict.holds is (operator == "&&"):
-                before = self.state.copy()
+                state_before = self.state.copy()
                 verdict_before = verdict
-                verdict, signal = self.run_node(other)
+                verdict, signal = self.run_node(command)
                 if signal in ("exit", "return") and verdict_before.ground != "sure":
-                    self.state, signal = before, None
+                    self.state, signal = state_before, None
         return verdict, signal
 
     def _run_group(self, node: CommandGroup) -> tuple[ConditionVerdict, Signal]:
-        given = self.input_text(node.redirects)
-        text = None if given is not None else self._group_text(node)
+        input_text = self.input_text(node.redirects)
+        text = None if input_text is not None else self._group_text(node)
         if text is not None:
             return ConditionVerdict(True), None
-        before = self.state
+        outer_state = self.state
         if node.subshell:
-            self.state = before.copy()
+            self.state = outer_state.copy()
         signal = self.run_block(node.body)
         if node.subshell:
-            before.files = self.state.files
-            self.state, signal = before, None
+            outer_state.files = self.state.files
+            self.state, signal = outer_state, None
         return UNDECIDED, signal
 
     def _group_text(self, node: CommandGroup) -> str | None:
-        """`{ echo …; echo …; } > file`."""
-        target = next((one for one in node.redirects if one.operator in (">", ">>")), None)
+        """Follow `{ echo …; echo …; } > file`; return the text, or None if it is not known."""
+        target = next((redirect for redirect in node.redirects if redirect.operator in (">", ">>")), None)
         if target is None:
             return None
-        texts = [self.pipe_text((part,)) for part in node.body]
-        whole = None if any(text is None for text in texts) else "".join(text or "" for text in texts)
-        if whole is not None:
-            self.write_file(expand_text(target.target.text, self), whole, append=target.operator == ">>")
-        return whole
+        texts = [self.pipe_text((command,)) for command in node.body]
+        text = None if any(text is None for text in texts) else "".join(text or "" for text in texts)
+        if text is not None:
+            self.write_file(expand_text(target.target.text, self), text, append=target.operator == ">>")
+        return text
 
-    # ---- ways ------------------------------------------------------------------------------------------------------
+    # ---- branches ---------------------------------------------------------------------------------------------------
 
     def _either(self, one: Block, two: Block, why: str) -> Signal:
-        """Follow both ways, and go on with what they agree on."""
-        line, before = self.line, self.state
+        """Follow both branches, and continue with the values on which they agree."""
+        line, outer_state = self.line, self.state
         self.doubt += 1
-        self.state = before.copy()
+        self.state = outer_state.copy()
         first_signal = self.run_block(one)
-        first, self.state = self.state, before
+        first_state, self.state = self.state, outer_state
         second_signal = self.run_block(two)
         self.doubt -= 1
         self.line = line
-        return self._join(first, first_signal, self.state, second_signal, why)
+        return self._join(first_state, first_signal, self.state, second_signal, why)
 
     def _join(self, first: ShellState, one: Signal, second: ShellState, two: Signal, why: str) -> Signal:
         for state, signal in ((first, one), (second, two)):
@@ -360,48 +366,49 @@ class Interpreter:
         self.line = line
         if not branches:
             return self.run_block(otherwise)
-        (condition, body), rest = branches[0], branches[1:]
+        (condition, body), further_branches = branches[0], branches[1:]
         verdict = self._condition(condition)
         self.line = line
         if verdict.holds is None or verdict.ground == "no arguments":
-            return self._either_if(body, rest, otherwise, line)
-        other = self.state.copy() if verdict.ground == "default" else None
+            return self._either_if(body, further_branches, otherwise, line)
+        other_state = self.state.copy() if verdict.ground == "default" else None
         count = len(self.started)
-        signal = self.run_block(body) if verdict.holds else self._run_if(rest, otherwise, line)
-        if signal == "exit" and other is not None:  # it would stop for want of a value: go on as if it were there
-            self.state = other
+        signal = self.run_block(body) if verdict.holds else self._run_if(further_branches, otherwise, line)
+        # It would stop for lack of a value: continue as if there were one
+        if signal == "exit" and other_state is not None:
+            self.state = other_state
             del self.started[count:]
-            return self._run_if(rest, otherwise, line) if verdict.holds else self.run_block(body)
+            return self._run_if(further_branches, otherwise, line) if verdict.holds else self.run_block(body)
         return signal
 
     def _either_if(self, body: Block, rest: tuple[tuple[Block, Block], ...], otherwise: Block, line: int) -> Signal:
-        why = f"the condition in line {line}"
-        before = self.state
+        reason = f"the condition in line {line}"
+        outer_state = self.state
         self.doubt += 1
-        self.state = before.copy()
+        self.state = outer_state.copy()
         first_signal = self.run_block(body)
-        first, self.state = self.state, before
+        first_state, self.state = self.state, outer_state
         second_signal = self._run_if(rest, otherwise, line)
         self.doubt -= 1
         self.line = line
-        return self._join(first, first_signal, self.state, second_signal, why)
+        return self._join(first_state, first_signal, self.state, second_signal, reason)
 
     def _run_arms(self, subject: str, arms: tuple[tuple[tuple[Word, ...], Block], ...], line: int) -> Signal:
         for index, (patterns, body) in enumerate(arms):
-            hits = [matches_pattern(subject, expand_text(one.text, self)) for one in patterns]
+            hits = [matches_pattern(subject, expand_text(pattern.text, self)) for pattern in patterns]
             if True in hits:
                 return self.run_block(body)
             if None not in hits:
                 continue
-            before = self.state
+            outer_state = self.state
             self.doubt += 1
-            self.state = before.copy()
+            self.state = outer_state.copy()
             first_signal = self.run_block(body)
-            first, self.state = self.state, before
+            first_state, self.state = self.state, outer_state
             second_signal = self._run_arms(subject, arms[index + 1 :], line)
             self.doubt -= 1
             self.line = line
-            return self._join(first, first_signal, self.state, second_signal, f"the case in line {line}")
+            return self._join(first_state, first_signal, self.state, second_signal, f"the case in line {line}")
         return None
 
     # ---- loops -----------------------------------------------------------------------------------------------------
@@ -462,16 +469,17 @@ class Interpreter:
                 return self._leave_loop(signal, line)
             if step:
                 self.arithmetic_verdict(step)
-        # Nobody knows how often: what the body changes is not known, and a second round shows what depends on it.
+        # The number of iterations is not known: one more pass shows the variables that the body changes, which become
+        # unknown.
         names = set(self.state.variables)
-        before = dict(self.state.variables)
+        old_variables = dict(self.state.variables)
         signal = self._either(body, (), f"the loop in line {line}")
         for name in names | set(self.state.variables):
-            if self.state.variables.get(name) != before.get(name):
+            if self.state.variables.get(name) != old_variables.get(name):
                 self.set_variable(name, self.open_mark(f"the loop in line {line}", name))
         self._leave_loop(None, line)
         return signal if signal in ("exit", "return") else None
 
     def assign(self, one: Assignment) -> None:
-        """`NAME=value` in all its forms."""
+        """Carry out `NAME=value` in all its forms."""
         assign_variable(self, one)

@@ -1,4 +1,4 @@
-"""Where the arguments of a launcher end and the program begins: torchrun, deepspeed, accelerate launch."""
+"""Boundaries between a launcher's arguments and the program: torchrun, deepspeed, accelerate launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from phalanx.rules.foreign.shell.partial_text import is_known
 
-# Arguments of launchers that take no word: torch/distributed/run.py, deepspeed/launcher/runner.py, accelerate's
+# Launcher arguments without a value: torch/distributed/run.py, deepspeed/launcher/runner.py, accelerate's
+# commands/launch.py.
 # commands/launch.py.
 SWITCHES = frozenset(
     [
@@ -20,7 +21,7 @@ SWITCHES = frozenset(
 
 
 def is_launcher_switch(word: str) -> bool:
-    """Whether the word behind it is not its value.
+    """Return whether the next word is not the value of this argument.
 
     >>> [is_launcher_switch(one) for one in ("--use_deepspeed", "--num_gpus=8", "--num_gpus", "-m")]
     [True, True, False, False]
@@ -29,7 +30,7 @@ def is_launcher_switch(word: str) -> bool:
 
 
 def accelerate_at(words: Sequence[str]) -> int:
-    """Where the arguments of `accelerate launch` begin; -1 where it is not started.
+    """Return the index at which the arguments of `accelerate launch` begin; -1 if it is not started.
 
     >>> accelerate_at(["env", "A=1", "accelerate", "launch", "--multi_gpu", "train.py"])
     4
@@ -43,25 +44,25 @@ def accelerate_at(words: Sequence[str]) -> int:
 
 
 def starts_ranks(words: Sequence[str]) -> bool:
-    """Whether a launcher is among the words that starts the ranks of a host by itself.
+    """Return whether the words contain a launcher that starts the ranks of a host.
 
     >>> starts_ranks(["srun", "torchrun", "a.py"]), starts_ranks(["srun", "python", "a.py"])
     (True, False)
     """
     modules = ("torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher.runner")
     programs = ("torchrun", "deepspeed", "accelerate", "accelerate-launch")
-    until = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-    return any(word in modules or word.rpartition("/")[2] in programs for word in words[:until])
+    program_index = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    return any(word in modules or word.rpartition("/")[2] in programs for word in words[:program_index])
 
 
 def starts_deepspeed(words: Sequence[str], program: int) -> bool:
-    """Whether DeepSpeed's launcher starts the program, whose arguments begin at `program`."""
-    before = words[: program or 1]
-    return any(one.rpartition("/")[2] in ("deepspeed", "deepspeed.launcher.runner") for one in before)
+    """Return whether DeepSpeed's launcher starts the program, whose arguments begin at `program`."""
+    launcher_words = words[: program or 1]
+    return any(word.rpartition("/")[2] in ("deepspeed", "deepspeed.launcher.runner") for word in launcher_words)
 
 
 def program_of_accelerate(words: Sequence[str], start: int) -> int:
-    """Where the arguments of the program begin that `accelerate launch` starts."""
+    """Return the index at which the arguments of the program begin that `accelerate launch` starts."""
     place = start
     while place < len(words):
         word = words[place]
@@ -69,7 +70,8 @@ def program_of_accelerate(words: Sequence[str], start: int) -> int:
             place += 1
         elif word.startswith("-"):
             place += 1 if is_launcher_switch(word) else 2
-        elif not is_known(word) and not word.endswith(".py"):  # a variable that may hold any of its arguments
+        # A variable that may hold any of its arguments
+        elif not is_known(word) and not word.endswith(".py"):
             place += 1
         else:
             return place + 1

@@ -1,4 +1,4 @@
-"""What harmless commands would print: echo, cat, sed, dirname, seq and their kin, worked out and never run."""
+"""Output of harmless commands such as echo, cat, sed, dirname and seq, computed without running them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ReadFile = Callable[[str], str | None]
 
 
 def printed_output(argv: list[str], given: str | None, read: ReadFile) -> str | None:
-    """The output of a command with `given` on its input; None where it is not known."""
+    """Return the output of a command with `given` as its input; None if it is not known."""
     if not argv:
         return None
-    name, rest = argv[0].rpartition("/")[2], argv[1:]
-    found = PRINTERS.get(name)
-    return found(rest, given, read) if found else None
+    name, arguments = argv[0].rpartition("/")[2], argv[1:]
+    printer = PRINTERS.get(name)
+    return printer(arguments, given, read) if printer else None
 
 
 def _echo(rest: list[str], given: str | None, read: ReadFile) -> str | None:
@@ -40,35 +40,37 @@ def _echo(rest: list[str], given: str | None, read: ReadFile) -> str | None:
 def _printf(rest: list[str], given: str | None, read: ReadFile) -> str | None:
     if not rest or not is_known(rest[0]):
         return None
-    form = rest[0].replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
-    places = re.findall(r"%[sd%]", form)
-    wanted = [place for place in places if place != "%%"]
-    if re.sub(r"%[sd%]", "", form).count("%") or (wanted and len(rest) - 1 != len(wanted)):
+    format_text = rest[0].replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
+    placeholders = re.findall(r"%[sd%]", format_text)
+    value_placeholders = [placeholder for placeholder in placeholders if placeholder != "%%"]
+    if re.sub(r"%[sd%]", "", format_text).count("%") or (
+        value_placeholders and len(rest) - 1 != len(value_placeholders)
+    ):
         return None
     values = iter(rest[1:])
-    return re.sub(r"%[sd%]", lambda hit: "%" if hit.group() == "%%" else next(values), form)
+    return re.sub(r"%[sd%]", lambda match: "%" if match.group() == "%%" else next(values), format_text)
 
 
 def _cat(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    names = [one for one in rest if one == "-" or not one.startswith("-")]
+    names = [name for name in rest if name == "-" or not name.startswith("-")]
     if not names:
         return given
-    texts = [given if one == "-" else read(one) for one in names]
+    texts = [given if name == "-" else read(name) for name in names]
     return None if any(text is None for text in texts) else "".join(text or "" for text in texts)
 
 
 def _sed(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    scripts, files, named = [], [], False
+    scripts, files, has_expression = [], [], False
     words = iter(rest)
     for word in words:
         if word == "-e":
             scripts.append(next(words, ""))
-            named = True
+            has_expression = True
         elif word in ("-E", "-r", "-i"):
             continue
         elif word.startswith("-"):
             return None
-        elif not scripts and not named:
+        elif not scripts and not has_expression:
             scripts.append(word)
         else:
             files.append(word)
@@ -76,21 +78,23 @@ def _sed(rest: list[str], given: str | None, read: ReadFile) -> str | None:
     if text is None:
         return None
     for script in scripts:
-        for one in filter(None, (part.strip() for part in re.split(r";(?=\s*s[/|#,@:])", script))):
-            found = _SED.fullmatch(one)
-            if found is None or re.search(r"[][*.^$\\+?(){}|]", found.group(2)) or re.search(r"[&\\]", found.group(3)):
+        for command in filter(None, (command_text.strip() for command_text in re.split(r";(?=\s*s[/|#,@:])", script))):
+            match = _SED.fullmatch(command)
+            if match is None or re.search(r"[][*.^$\\+?(){}|]", match.group(2)) or re.search(r"[&\\]", match.group(3)):
                 return None
-            if OPEN in found.group(2):
+            if OPEN in match.group(2):
                 return None
-            old, new, every = found.group(2), found.group(3), found.group(4)
+            old, new, is_global = match.group(2), match.group(3), match.group(4)
             text = (
-                text.replace(old, new) if every else "\n".join(line.replace(old, new, 1) for line in text.split("\n"))
+                text.replace(old, new)
+                if is_global
+                else "\n".join(line.replace(old, new, 1) for line in text.split("\n"))
             )
     return text
 
 
 def _dirname(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    names = [one for one in rest if one != "--"]
+    names = [argument for argument in rest if argument != "--"]
     if len(names) != 1 or not is_known(names[0]):
         return None
     return str(PurePosixPath(names[0]).parent) + "\n"
@@ -104,9 +108,9 @@ def _basename(rest: list[str], given: str | None, read: ReadFile) -> str | None:
 
 
 def _seq(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    if not all(re.fullmatch(r"-?\d{1,9}", one) for one in rest) or not 1 <= len(rest) <= 3:
+    if not all(re.fullmatch(r"-?\d{1,9}", argument) for argument in rest) or not 1 <= len(rest) <= 3:
         return None
-    numbers = [int(one) for one in rest]
+    numbers = [int(argument) for argument in rest]
     first, step, last = (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], 1, numbers[-1])
     step = numbers[1] if len(numbers) == 3 else step
     if step == 0 or abs(last - first) // abs(step) > MOST_LINES:
@@ -115,7 +119,7 @@ def _seq(rest: list[str], given: str | None, read: ReadFile) -> str | None:
 
 
 def _expr(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    return _calculated(" ".join(one.replace("\\*", "*") for one in rest))
+    return _calculated(" ".join(argument.replace("\\*", "*") for argument in rest))
 
 
 def _bc(rest: list[str], given: str | None, read: ReadFile) -> str | None:
@@ -151,19 +155,19 @@ def _tr(rest: list[str], given: str | None, read: ReadFile) -> str | None:
 
 def _cut(rest: list[str], given: str | None, read: ReadFile) -> str | None:
     words = " ".join(rest)
-    found = re.fullmatch(r"-d ?(.) -f ?(\d)|-f ?(\d) -d ?(.)", words)
-    if given is None or not is_known(given) or found is None:
+    match = re.fullmatch(r"-d ?(.) -f ?(\d)|-f ?(\d) -d ?(.)", words)
+    if given is None or not is_known(given) or match is None:
         return None
-    mark, place = found.group(1) or found.group(4), int(found.group(2) or found.group(3))
+    delimiter, field_number = match.group(1) or match.group(4), int(match.group(2) or match.group(3))
     lines = []
     for line in given.splitlines():
-        parts = line.split(mark)
-        lines.append(line if len(parts) == 1 else parts[place - 1] if place <= len(parts) else "")
+        fields = line.split(delimiter)
+        lines.append(line if len(fields) == 1 else fields[field_number - 1] if field_number <= len(fields) else "")
     return "".join(line + "\n" for line in lines)
 
 
 def _same_path(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    names = [one for one in rest if not one.startswith("-")]
+    names = [argument for argument in rest if not argument.startswith("-")]
     return names[0] + "\n" if len(names) == 1 else None
 
 
@@ -172,10 +176,10 @@ def _tee(rest: list[str], given: str | None, read: ReadFile) -> str | None:
 
 
 def _python(rest: list[str], given: str | None, read: ReadFile) -> str | None:
-    """`python -c text` and `python - << EOF`, where they only print."""
+    """Return the output of `python -c text` and `python - << EOF`, if the program only prints."""
     program = program_text(rest, given)
-    found = follow_python(program, read) if program is not None else None
-    return found.printed if found is not None and not found.written else None
+    effects = follow_python(program, read) if program is not None else None
+    return effects.printed if effects is not None and not effects.written else None
 
 
 PRINTERS: dict[str, Callable[[list[str], str | None, ReadFile], str | None]] = {

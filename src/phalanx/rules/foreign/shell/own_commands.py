@@ -1,4 +1,4 @@
-"""The shell's own commands: what each does to the state of a script."""
+"""The shell's built-in commands: their effects on the state of a script."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ HARMLESS = re.compile(
     r"(activate|[\w.-]*env[\w.-]*|\.?bashrc|\.?profile|\.bash_profile|conda\.sh|modules?\.sh|init/\w+|setvars\.sh|\.zshrc|set_env\.sh|lmod)$"
 )
 
-# Whose output sets variables of the script; `eval "$(conda shell.bash hook)"` and its like set those of a tool.
+# Programs whose output sets variables of the script; `eval "$(conda shell.bash hook)"` and similar set a tool's.
 SETS = re.compile(r"\b(python3?|Python|jq|yq|awk|grep|cat|sed|envsubst)\b")
 
 
 def declare_variables(shell: Interpreter, name: str, rest: list[Assignment | str]) -> Outcome:
-    """`export`, `local`, `declare` and their kin."""
-    options = "".join(one for one in rest if isinstance(one, str) and one.startswith("-"))
-    for one in rest:
-        if isinstance(one, str) and one.startswith("-"):
+    """Carry out `export`, `local`, `declare` and similar commands."""
+    options = "".join(item for item in rest if isinstance(item, str) and item.startswith("-"))
+    for item in rest:
+        if isinstance(item, str) and item.startswith("-"):
             continue
-        target = one.name if isinstance(one, Assignment) else one.partition("=")[0]
-        if not is_known(target):  # export "$key=$value", export $(cat .env | xargs)
+        target = item.name if isinstance(item, Assignment) else item.partition("=")[0]
+        # Such as export "$key=$value", export $(cat .env | xargs)
+        if not is_known(target):
             why = shell.unknowns.first(target)
             if why is not None and why.kind == "open":
                 open_variables(shell, why.why[:80])
             continue
         if "A" in options:
             shell.state.tables |= {target}
-        inside = "\x00local" in shell.state.variables
-        if name == "local" or (inside and name in ("declare", "typeset") and "g" not in options):
+        is_in_function = "\x00local" in shell.state.variables
+        if name == "local" or (is_in_function and name in ("declare", "typeset") and "g" not in options):
             names = shell.state.variables.get("\x00local", ())
             if isinstance(names, tuple):
                 shell.state.variables["\x00local"] = (*names, target)
-        if isinstance(one, Assignment):
-            shell.assign(one)
-        elif "=" in one:
-            shell.set_variable(target, one.partition("=")[2])
+        if isinstance(item, Assignment):
+            shell.assign(item)
+        elif "=" in item:
+            shell.set_variable(target, item.partition("=")[2])
         elif name == "local" and target not in shell.given:
             shell.state.variables[target] = ""
         if name == "export" or "x" in options:
@@ -78,7 +79,7 @@ def _shift(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
 
 
 def open_variables(shell: Interpreter, cause: str) -> None:
-    """Commands that nobody knows may have set every variable anew."""
+    """Mark every variable as unknown, because unavailable commands may have set it."""
     for name in [*shell.state.variables]:
         if not name.startswith("\x00"):
             shell.set_variable(name, shell.open_mark(f"{name} as {cause} may set it", name))
@@ -90,14 +91,14 @@ def _source(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome
         return UNDECIDED, None
     inner = re.fullmatch(r"<\((.*)\)", argv[1], re.DOTALL)
     text = shell.substitute(inner.group(1)) if inner else shell.read_file(argv[1])
-    made = text if text is not None else argv[1]
-    if (why := shell.unknowns.first(made)) is not None and why.kind == "open" and SETS.search(why.why):
+    output_or_file = text if text is not None else argv[1]
+    if (why := shell.unknowns.first(output_or_file)) is not None and why.kind == "open" and SETS.search(why.why):
         open_variables(shell, why.why[:80])
         return UNDECIDED, None
     if text is None or shell.calls > 8:
-        shown = shell.unknowns.shown(argv[1])
-        if not HARMLESS.search(shown):
-            open_variables(shell, shown[:80])
+        file_name = shell.unknowns.shown(argv[1])
+        if not HARMLESS.search(file_name):
+            open_variables(shell, file_name[:80])
         return UNDECIDED, None
     shell.calls += 1
     outer_file, outer = shell.file, shell.state.positional
@@ -145,23 +146,23 @@ def _let(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
 
 
 def _read(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
-    given = shell.input_text(node.redirects)
-    names = [one for one in argv[1:] if re.fullmatch(r"[A-Za-z_]\w*", one)]
+    input_text = shell.input_text(node.redirects)
+    names = [argument for argument in argv[1:] if re.fullmatch(r"[A-Za-z_]\w*", argument)]
     if "-a" in argv or len(names) > 1:
-        words = (given or "").split()
-        if given is not None and "-a" in argv and names:
+        words = (input_text or "").split()
+        if input_text is not None and "-a" in argv and names:
             shell.set_variable(names[-1], tuple(words))
             return DONE
-        if given is not None and is_known(given):
+        if input_text is not None and is_known(input_text):
             for place, name in enumerate(names):
-                last = place == len(names) - 1
-                shell.set_variable(name, " ".join(words[place:]) if last else "".join(words[place : place + 1]))
+                is_last = place == len(names) - 1
+                shell.set_variable(name, " ".join(words[place:]) if is_last else "".join(words[place : place + 1]))
             return DONE
     for name in names:
         shell.set_variable(
-            name, given.strip() if given is not None else shell.open_mark(f"what is read into {name}", name)
+            name, input_text.strip() if input_text is not None else shell.open_mark(f"what is read into {name}", name)
         )
-    return (ConditionVerdict(True) if given is not None else UNDECIDED), None
+    return (ConditionVerdict(True) if input_text is not None else UNDECIDED), None
 
 
 def _signal(name: Signal) -> Callable[[Interpreter, list[str], SimpleCommand], Outcome]:

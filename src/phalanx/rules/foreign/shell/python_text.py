@@ -1,7 +1,8 @@
-"""Python programs within a script (`python -c`, `python - << EOF`): what they print and write. None of them is run.
+"""Static reader of Python programs within a script (`python -c`, `python - << EOF`): what they print and write.
 
-Constants, arithmetic, tables, f-strings, `json` and `math`, line after line. Anything else, or anything unknown, ends
-it: then nobody knows what is printed, and the files that the program names may hold anything.
+It evaluates constants, arithmetic, tables, f-strings, `json` and `math`, statement by statement, and runs no program.
+Anything else, or an unknown value, ends the evaluation: the output is then unknown, and the files that the program
+names may hold anything.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _WRITES = re.compile(r"""\bdump\(|\.write\(|write_text|["']w\+?["']|savetxt|to_j
 
 
 class NotFollowedError(Exception):
-    """A program that does more than is read here."""
+    """A program that does more than this reader supports."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PythonEffects:
-    """What it printed, and what its files hold afterwards."""
+    """The text that a program printed, and the contents of its files afterwards."""
 
     printed: str = ""
     written: dict[str, str] = field(default_factory=dict)
 
 
 def follow_python(text: str, read: ReadFile) -> PythonEffects | None:
-    """The effects of a program; None where it is not followed."""
+    """Return the effects of a program; None if it is not supported."""
     if not is_known(text) or len(text) > MOST_PROGRAM:
         return None
     try:
@@ -53,14 +54,14 @@ def follow_python(text: str, read: ReadFile) -> PythonEffects | None:
 
 
 def program_text(rest: list[str], given: str | None) -> str | None:
-    """The program that `python` is given in place of a file; None where it is a file."""
+    """Return the program given to `python` in place of a file; None if it is a file."""
     if len(rest) == 2 and rest[0] == "-c":
         return rest[1]
     return given if rest in ([], ["-"]) else None
 
 
 def files_it_may_write(text: str) -> list[str]:
-    """Names of files in a program that writes any.
+    """Return the names of files in a program that writes files.
 
     >>> files_it_may_write('json.dump(c, open("ds.json", "w"))'), files_it_may_write('print(open("a.json").read())')
     (['ds.json'], [])
@@ -96,16 +97,16 @@ _MODULES = frozenset({"json", "math", "sys", "os"})
 
 
 class _ProgramReader:
-    """Follows the statements of one program."""
+    """Evaluates the statements of one program."""
 
     def __init__(self, read: ReadFile) -> None:
         self.read, self.names, self.effects = read, dict[str, Any](), PythonEffects()
         self.targets: dict[str, str] = {}  # a file object's name -> the file
 
     def run_statement(self, node: ast.stmt) -> None:
-        """One line; raises NotFollowedError."""
+        """Evaluate a statement; raise NotFollowedError if it is not supported."""
         match node:
-            case ast.Import(names=names) if all(one.name in _MODULES and one.asname is None for one in names):
+            case ast.Import(names=names) if all(alias.name in _MODULES and alias.asname is None for alias in names):
                 return
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self.names[name] = self._value(value)
@@ -114,8 +115,8 @@ class _ProgramReader:
             case ast.With(items=[ast.withitem(context_expr=opened, optional_vars=ast.Name(id=name))], body=body):
                 self._use_file(opened, name, body)
             case ast.If(test=test, body=body, orelse=otherwise):
-                for one in body if self._value(test) else otherwise:
-                    self.run_statement(one)
+                for statement in body if self._value(test) else otherwise:
+                    self.run_statement(statement)
             case ast.Expr(value=ast.Call() as call):
                 self._run_call(call)
             case ast.Pass():
@@ -129,8 +130,8 @@ class _ProgramReader:
             self.targets[name] = file
         else:
             self.names[name] = _FileText(self._text_of(file))
-        for one in body:
-            self.run_statement(one)
+        for statement in body:
+            self.run_statement(statement)
 
     def _opened(self, node: ast.expr) -> tuple[str, bool]:
         match node:
@@ -157,10 +158,10 @@ class _ProgramReader:
     def _run_call(self, call: ast.Call) -> None:
         match ast.unparse(call.func):
             case "print":
-                if any(one.arg not in ("end",) for one in call.keywords):
+                if any(keyword.arg not in ("end",) for keyword in call.keywords):
                     raise NotFollowedError
-                end = next((str(self._value(one.value)) for one in call.keywords), "\n")
-                self.effects.printed += " ".join(str(self._value(one)) for one in call.args) + end
+                end = next((str(self._value(keyword.value)) for keyword in call.keywords), "\n")
+                self.effects.printed += " ".join(str(self._value(argument)) for argument in call.args) + end
             case "json.dump" if len(call.args) == 2:
                 self.effects.written[self._target(call.args[1])] = json.dumps(self._value(call.args[0]), indent=1)
             case _ if isinstance(call.func, ast.Attribute) and call.func.attr == "write" and len(call.args) == 1:
@@ -186,10 +187,12 @@ class _ProgramReader:
             case ast.Name(id=name) if name in self.names:
                 return self.names[name]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-                one, two = self._value(left), self._value(right)
-                if isinstance(op, ast.Mod | ast.Mult) and not all(isinstance(x, int | float) for x in (one, two)):
-                    raise NotFollowedError  # "%s" % x, and texts that are repeated
-                return ARITHMETIC[type(op)](one, two)
+                left_value, right_value = self._value(left), self._value(right)
+                if isinstance(op, ast.Mod | ast.Mult) and not all(
+                    isinstance(operand, int | float) for operand in (left_value, right_value)
+                ):
+                    raise NotFollowedError  # "%s" % x, and repeated texts
+                return ARITHMETIC[type(op)](left_value, right_value)
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 return -self._value(inner)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
@@ -199,13 +202,17 @@ class _ProgramReader:
             case ast.IfExp(test=test, body=body, orelse=otherwise):
                 return self._value(body) if self._value(test) else self._value(otherwise)
             case ast.Dict(keys=keys, values=values) if all(keys):
-                return {self._value(key): self._value(one) for key, one in zip(keys, values, strict=True) if key}
+                return {
+                    self._value(key): self._value(value_node)
+                    for key, value_node in zip(keys, values, strict=True)
+                    if key
+                }
             case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [self._value(one) for one in items]
+                return [self._value(item) for item in items]
             case ast.Subscript(value=table, slice=key) if not isinstance(key, ast.Slice):
                 return self._value(table)[self._value(key)]
             case ast.JoinedStr(values=parts):
-                return "".join(self._joined(one) for one in parts)
+                return "".join(self._joined(part) for part in parts)
             case ast.Call():
                 return self._called(node)
         raise NotFollowedError
@@ -222,23 +229,23 @@ class _ProgramReader:
         if name == "json.dumps" and args:
             return json.dumps(self._value(args[0]))
         if name == "json.load" and len(args) == 1:
-            held = self.names.get(args[0].id) if isinstance(args[0], ast.Name) else None
-            text = held.text if isinstance(held, _FileText) else self._text_of(self._opened(args[0])[0])
+            file_text = self.names.get(args[0].id) if isinstance(args[0], ast.Name) else None
+            text = file_text.text if isinstance(file_text, _FileText) else self._text_of(self._opened(args[0])[0])
             return json.loads(text)
         if name in _FUNCTIONS and not (call.keywords and name != "dict"):
             return _FUNCTIONS[name](
-                *(self._value(one) for one in args),
-                **{one.arg: self._value(one.value) for one in call.keywords if one.arg},
+                *(self._value(argument) for argument in args),
+                **{keyword.arg: self._value(keyword.value) for keyword in call.keywords if keyword.arg},
             )
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("get", "update", "pop", "setdefault"):
             table = self._value(call.func.value)
             if isinstance(table, dict) and not call.keywords:
-                return getattr(table, call.func.attr)(*(self._value(one) for one in args))
+                return getattr(table, call.func.attr)(*(self._value(argument) for argument in args))
         raise NotFollowedError
 
 
 @dataclass(frozen=True, slots=True)
 class _FileText:
-    """A file that was opened to be read."""
+    """A file that was opened for reading."""
 
     text: str

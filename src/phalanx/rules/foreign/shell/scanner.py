@@ -1,13 +1,13 @@
-"""Where words, quotes and expansions end in shell text."""
+"""Boundaries of words, quotes and expansions in shell text."""
 
 from __future__ import annotations
 
-MOST_NESTED = 24  # quotes and expansions within each other
+MOST_NESTED = 24  # nesting of quotes and expansions
 BREAKS = frozenset(" \t\r\n;&|<>()")
 
 
 class ShellSyntaxError(Exception):
-    """Text that no shell would read; `line` counts from 1 within the text."""
+    """Text that no shell accepts; `line` counts from 1 within the text."""
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(what)
@@ -16,12 +16,12 @@ class ShellSyntaxError(Exception):
 
 
 def line_at(text: str, position: int) -> int:
-    """The line of a position, from 0."""
+    """Return the line of a position, from 0."""
     return text.count("\n", 0, position)
 
 
 def end_of_word(text: str, start: int, *, breaks: frozenset[str] = BREAKS) -> int:
-    """The end of the word that begins at `start`.
+    """Return the end of the word that begins at `start`.
 
     >>> end_of_word("--lr ${X:-a b} c", 5)
     14
@@ -42,17 +42,17 @@ def end_of_word(text: str, start: int, *, breaks: frozenset[str] = BREAKS) -> in
 
 
 def end_of_piece(text: str, at: int, depth: int) -> int:
-    """The end of one character, quote or expansion outside of quotes."""
+    """Return the end of one character, quote or expansion outside of quotes."""
     if depth > MOST_NESTED:
         raise ShellSyntaxError(f"nests deeper than {MOST_NESTED} levels", line_at(text, at) + 1)
     char = text[at]
     if char == "\\":
         return min(len(text), at + 2)
     if char == "'":
-        found = text.find("'", at + 1)
-        if found < 0:
+        closing_quote = text.find("'", at + 1)
+        if closing_quote < 0:
             raise ShellSyntaxError("quote ' that is never closed", line_at(text, at + 1) + 1)
-        return found + 1
+        return closing_quote + 1
     if char == '"':
         return end_of_double(text, at + 1, depth + 1)
     if char == "`":
@@ -63,24 +63,24 @@ def end_of_piece(text: str, at: int, depth: int) -> int:
 
 
 def end_of_dollar(text: str, at: int, depth: int, *, quoted: bool = False) -> int:
-    """The end of what begins with a dollar sign."""
-    after = text[at + 1 : at + 2]
-    if after == "(":
+    """Return the end of an expansion that begins with a dollar sign."""
+    next_char = text[at + 1 : at + 2]
+    if next_char == "(":
         return _end_of_parentheses(text, at + 2, depth + 1)
-    if after == "{":
+    if next_char == "{":
         return _end_of_braces(text, at + 2, depth + 1)
-    if after == "'" and not quoted:
+    if next_char == "'" and not quoted:
         end = at + 2
         while end < len(text) and text[end] != "'":
             end += 2 if text[end] == "\\" else 1
         return min(len(text), end + 1)
-    if after == '"' and not quoted:
+    if next_char == '"' and not quoted:
         return end_of_double(text, at + 2, depth + 1)
     return at + 1
 
 
 def end_of_double(text: str, at: int, depth: int) -> int:
-    """The end of double quotes, from the first character inside."""
+    """Return the end of double quotes, from the first character inside."""
     start = at
     while at < len(text):
         char = text[at]
@@ -100,7 +100,7 @@ def end_of_double(text: str, at: int, depth: int) -> int:
 
 
 def end_of_backquote(text: str, at: int) -> int:
-    """The end of `command`, from the first character inside."""
+    """Return the end of a command in backquotes, from the first character inside."""
     start = at
     while at < len(text) and text[at] != "`":
         at += 2 if text[at] == "\\" else 1
@@ -110,23 +110,24 @@ def end_of_backquote(text: str, at: int) -> int:
 
 
 def _end_of_parentheses(text: str, at: int, depth: int) -> int:
-    start, open_ones, begins = at, 1, True  # a comment begins only where a word could
+    # A comment begins only where a word could
+    start, num_open, can_begin_word = at, 1, True
     while at < len(text):
         char = text[at]
         if char == "(":
-            open_ones += 1
+            num_open += 1
             at += 1
         elif char == ")":
-            open_ones -= 1
+            num_open -= 1
             at += 1
-            if not open_ones:
+            if not num_open:
                 return at
-        elif char == "#" and begins:
+        elif char == "#" and can_begin_word:
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
         else:
             at = end_of_piece(text, at, depth + 1)
-        begins = char in " \t\n;"
+        can_begin_word = char in " \t\n;"
     raise ShellSyntaxError("parenthesis ( that is never closed", line_at(text, start) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Shell text as a syntax tree: the grammar of bash, as far as launch scripts use it."""
+"""Parser of shell text to a syntax tree: the grammar of bash, as far as launch scripts use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.rules.foreign.shell.syntax import (
     Word,
 )
 
-MOST_DEPTH = 40  # clauses within clauses
+MOST_DEPTH = 40  # nesting of clauses
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "&>>", "&>", "|", "&", ";", "(", ")")
 _REDIRECT = re.compile(r"(?:\d{1,2}|\{\w+\})?(<<<|<<-|<<|<>|<&|>>|>&|>\||<|>)|&>>|&>")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[[^\]\n]*\])?(\+)?=")
@@ -36,9 +36,10 @@ _DECLARING = frozenset({"export", "declare", "typeset", "local", "readonly"})
 _END_WORDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", "in"})
 
 
-@lru_cache(maxsize=128)  # a script that starts another in a loop parses it again each time
+# A script that starts another in a loop parses it again each time
+@lru_cache(maxsize=128)
 def parse_shell(text: str, *, first_line: int = 1) -> Block:
-    """The statements of a text; raises ShellSyntaxError with the line."""
+    """Return the statements of a text; raise ShellSyntaxError with the line."""
     block, error = parse_statements(text, first_line=first_line)
     if error is not None:
         raise error
@@ -46,9 +47,9 @@ def parse_shell(text: str, *, first_line: int = 1) -> Block:
 
 
 def parse_statements(text: str, *, first_line: int = 1) -> tuple[Block, ShellSyntaxError | None]:
-    """The statements before the first that cannot be read, and what is wrong with that one.
+    """Return the statements before the first invalid one, and the error of that one.
 
-    A shell reads and runs one statement after the other: what stands before a mistake has run when it is found.
+    A shell reads and runs one statement after the other: statements before an error have run when it is found.
     """
     parser = _Parser(text, first_line)
     nodes: list[Node] = []
@@ -73,7 +74,9 @@ class _Parser:
         self.at = 0
         self.first_line = first_line
         self.depth = 0
-        self.here: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs go, where the body is put
+        self.here: list[
+            tuple[str, bool, list[str]]
+        ] = []  # end word, whether tabs are removed, where the body is stored
         self._line_seen, self._line = 0, first_line
 
     # ---- characters ------------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class _Parser:
                 return
 
     def skip_separators(self) -> None:
-        """Blanks, lines and semicolons before a statement."""
+        """Skip blanks, newlines and semicolons before a statement."""
         self.skip_blanks(newlines=True)
         while self.peek_operator() == ";":
             self.at += 1
@@ -137,12 +140,12 @@ class _Parser:
         return ""
 
     def peek_word(self) -> str:
-        """A plain word that begins here, unread; empty where it is quoted or an operator."""
+        """Return the plain word that begins here without reading it; empty if it is quoted or an operator."""
         end = self.at
         while end < len(self.text) and self.text[end] not in BREAKS and self.text[end] not in "'\"$`\\":
             end += 1
-        whole = end >= len(self.text) or self.text[end] in BREAKS
-        return self.text[self.at : end] if whole else ""
+        is_plain = end >= len(self.text) or self.text[end] in BREAKS
+        return self.text[self.at : end] if is_plain else ""
 
     def take_word(self) -> Word:
         line = self.line
@@ -215,9 +218,9 @@ class _Parser:
 
     def read_command(self) -> Node:
         line = self.line
-        if self.text.startswith("((", self.at) and (found := self._arithmetic_end()) is not None:
-            text = self.text[self.at + 2 : found]
-            self.at = found + 2
+        if self.text.startswith("((", self.at) and (arithmetic_end := self._arithmetic_end()) is not None:
+            text = self.text[self.at + 2 : arithmetic_end]
+            self.at = arithmetic_end + 2
             return ArithmeticCommand(line=line, text=text)
         if self.peek_operator() == "(":
             self.at += 1
@@ -396,19 +399,19 @@ class _Parser:
                 words.append(self.take_word())
 
     def _pattern_word(self) -> Word:
-        """A regular expression: parentheses and bars belong to it."""
+        """Read a regular expression, to which parentheses and bars belong."""
         line, end = self.line, end_of_word(self.text, self.at, breaks=frozenset(" \t\n"))
         word = Word(self.text[self.at : end], line)
         self.at = end
         return word
 
     def read_redirects(self) -> tuple[Redirect, ...]:
-        found: list[Redirect] = []
+        redirects: list[Redirect] = []
         while True:
             self.skip_blanks()
             if (redirect := self.read_redirect()) is None:
-                return tuple(found)
-            found.append(redirect)
+                return tuple(redirects)
+            redirects.append(redirect)
 
     def read_redirect(self) -> Redirect | None:
         match = _REDIRECT.match(self.text, self.at)
@@ -416,7 +419,8 @@ class _Parser:
             return None
         operator = match.group(1) or match.group()
         if match.group()[0].isdigit() and match.group()[0] != "1":
-            operator = "2" + operator if not operator.startswith("<") else operator  # not what is written to stdout
+            # Not written to stdout
+            operator = "2" + operator if not operator.startswith("<") else operator
         self.at = match.end()
         self.skip_blanks()
         target = self.take_word()
@@ -462,8 +466,8 @@ class _Parser:
         name, index, append = match.group(1), match.group(2), bool(match.group(3))
         self.at = match.end()
         if self.text[self.at : self.at + 1] != "(":
-            begins = self.at < len(self.text) and self.text[self.at] not in BREAKS
-            value = self.take_word() if begins else Word("", line)
+            has_value = self.at < len(self.text) and self.text[self.at] not in BREAKS
+            value = self.take_word() if has_value else Word("", line)
             return Assignment(name=name, line=line, index=index[1:-1] if index else None, append=append, value=value)
         self.at += 1
         items: list[Word] = []
@@ -474,7 +478,8 @@ class _Parser:
             if self.text[self.at] == ")":
                 self.at += 1
                 return Assignment(name=name, line=line, append=append, items=tuple(items))
-            if self.text[self.at] in ";&|":  # no shell reads it; an argument list of a text may hold it
+            # No shell accepts it, but an argument list in a text file may contain it
+            if self.text[self.at] in ";&|":
                 self.at += 1
                 continue
             items.append(self.take_word())

@@ -1,4 +1,4 @@
-"""What a script knows at one point: variables, functions, files it wrote; and the commands that it would start."""
+"""State of a script at one point: variables, functions, files it wrote; and the commands that it would start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.rules.foreign.shell.syntax import Block
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedCommand:
-    """A command line that the script would start; `doubtful` where only one of two ways does."""
+    """A command line that the script would start; `doubtful` if only one of two branches does."""
 
     argv: tuple[str, ...]
     line: int
@@ -21,18 +21,18 @@ class StartedCommand:
 
 @dataclass(kw_only=True, slots=True)
 class ShellState:
-    """One way through the script."""
+    """The state on one path through the script."""
 
     variables: dict[str, Text] = field(default_factory=dict)
     exported: frozenset[str] = frozenset()
     functions: dict[str, Block] = field(default_factory=dict)
-    positional: tuple[str, ...] | None = None  # None: those of the script, which nobody gave
+    positional: tuple[str, ...] | None = None  # None: those of the script, which were not given
     shifted: int = 0
     files: dict[str, str] = field(default_factory=dict)
     tables: frozenset[str] = frozenset()  # names declared with -A
 
     def copy(self) -> ShellState:
-        """Another way that begins here."""
+        """Return an independent copy for another path."""
         return ShellState(
             variables=dict(self.variables),
             exported=self.exported,
@@ -47,15 +47,17 @@ class ShellState:
 def merge_states(
     one: ShellState, two: ShellState, unknowns: UnknownTable, *, why: str, line: int, file: str
 ) -> ShellState:
-    """The state after either way: what agrees, and marks for what does not."""
+    """Return the state after either branch: values that agree, and marks for those that do not."""
     if one is two:
         return one
     variables: dict[str, Text] = {}
     for name in {**one.variables, **two.variables}:
-        left, right = one.variables.get(name), two.variables.get(name)
-        same = left == right and left is not None
+        first_value, second_value = one.variables.get(name), two.variables.get(name)
+        is_same = first_value == second_value and first_value is not None
         variables[name] = (
-            left if same and left is not None else merged_values(left, right, unknowns, why=why, line=line, file=file)
+            first_value
+            if is_same and first_value is not None
+            else merged_values(first_value, second_value, unknowns, why=why, line=line, file=file)
         )
     files: dict[str, str] = {}
     for name in {**one.files, **two.files}:

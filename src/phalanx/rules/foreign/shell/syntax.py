@@ -1,4 +1,4 @@
-"""The syntax tree of a shell script. Words keep their raw text: quotes and expansions are read when they are used."""
+"""Syntax tree of a shell script. Words keep their raw text: quotes and expansions are processed when they are used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word as it stands in the script, with its quotes."""
+    """A word as written in the script, with its quotes."""
 
     text: str
     line: int
@@ -27,17 +27,17 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redirect:
-    """`> target`; a here-document has its `body`, and `literal` where its end word was quoted."""
+    """`> target`; a here-document has a `body`, and is `literal` if its end word was quoted."""
 
     operator: str
     target: Word
-    body: list[str] | None = None  # filled when the line it is named in ends
+    body: list[str] | None = None  # filled at the end of the line that names it
     literal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleCommand:
-    """Assignments, then words; either may be missing."""
+    """A simple command: assignments, then words; either may be missing."""
 
     line: int
     assignments: tuple[Assignment, ...] = ()
@@ -47,7 +47,7 @@ class SimpleCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """Commands joined by `|`; `!` in front turns its status round."""
+    """Commands joined by `|`; `negated` by a leading `!`."""
 
     parts: tuple[Node, ...]
     negated: bool = False
@@ -63,7 +63,7 @@ class AndOr:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IfClause:
-    """Conditions with their bodies, in order, and what holds otherwise."""
+    """Conditions with their bodies, in order, and the `else` body."""
 
     line: int
     branches: tuple[tuple[Block, Block], ...]
@@ -93,7 +93,7 @@ class CountingLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhileLoop:
-    """`while` or, turned round, `until`."""
+    """A `while` loop, or with `until`, its negation."""
 
     line: int
     condition: Block
@@ -112,7 +112,7 @@ class CaseClause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionDefinition:
-    """A function; its body is read when it is called."""
+    """A function, whose body is followed when it is called."""
 
     name: str
     body: Block

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON that a training command names: written by the script itself, or lying beside it."""
+"""The DeepSpeed JSON that a training command names: written by the script itself, or next to it."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ _STRING_OR_MARK = re.compile(rf'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|{MARK.pattern}')
 
 
 def named_json(reading: ScriptReading, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Its leaves under `ds.`; where it cannot be read, one leaf that says so."""
-    flag = next((one for one in leaves if canonical_flag(one) in NAMES and leaves[one].value is not True), "")
+    """Return the leaves of the JSON with the prefix `ds.`; if it cannot be read, one leaf with the reason."""
+    flag = next(
+        (command for command in leaves if canonical_flag(command) in NAMES and leaves[command].value is not True), ""
+    )
     if not flag:
         return {}
     texts = set()
-    for one in reading.commands:
-        for arguments in one.program:
+    for command in reading.commands:
+        for arguments in command.program:
             words = arguments.get(flag, ())
             name = words[0] if words else ""
-            texts.add(one.command.files.get(name) if name in one.command.files else reading.interpreter.read_file(name))
+            texts.add(
+                command.command.files.get(name)
+                if name in command.command.files
+                else reading.interpreter.read_file(name)
+            )
     text = texts.pop() if len(texts) == 1 else None
-    shown = str(leaves[flag].value)
+    file_name = str(leaves[flag].value)
     line = leaves[flag].line
     if text is None:
-        why = f"{shown} is not here" if len(texts) == 0 else f"{shown} differs between the commands"
+        reason = f"{file_name} is not here" if len(texts) == 0 else f"{file_name} differs between the commands"
         return {
-            "ds.zero_optimization.stage": Leaf(key="ds.zero_optimization.stage", value="$?", line=line, unknown=why)
+            "ds.zero_optimization.stage": Leaf(key="ds.zero_optimization.stage", value="$?", line=line, unknown=reason)
         }
-    quoted = _STRING_OR_MARK.sub(lambda hit: hit.group() if hit.group()[0] == '"' else f'"{hit.group()}"', text)
+    quoted = _STRING_OR_MARK.sub(lambda match: match.group() if match.group()[0] == '"' else f'"{match.group()}"', text)
     try:
-        found = json_leaves(quoted, Path(shown))
+        plain_leaves = json_leaves(quoted, Path(file_name))
     except UserError:
         cause = reading.unknowns.first(text)
-        why = f"{shown} is not JSON" if cause is None else f"depends on {cause.why}"
+        reason = f"{file_name} is not JSON" if cause is None else f"depends on {cause.why}"
         return {
-            "ds.zero_optimization.stage": Leaf(key="ds.zero_optimization.stage", value="$?", line=line, unknown=why)
+            "ds.zero_optimization.stage": Leaf(key="ds.zero_optimization.stage", value="$?", line=line, unknown=reason)
         }
-    named: dict[str, Leaf] = {}
-    for key, leaf in found.items():
-        value, why = leaf.value, ""
+    named_leaves: dict[str, Leaf] = {}
+    for key, leaf in plain_leaves.items():
+        value, reason = leaf.value, ""
         if isinstance(value, str) and not is_known(value):
             cause = reading.unknowns.first(value)
-            why = f"depends on {cause.why}" if cause is not None else "is not known"
+            reason = f"depends on {cause.why}" if cause is not None else "is not known"
             value = reading.unknowns.shown(value)
-        named[f"ds.{key}"] = replace(leaf, key=f"ds.{key}", value=value, line=line, unknown=why)
-    return named
+        named_leaves[f"ds.{key}"] = replace(leaf, key=f"ds.{key}", value=value, line=line, unknown=reason)
+    return named_leaves
