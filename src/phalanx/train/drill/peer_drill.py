@@ -43,6 +43,7 @@ from phalanx.units import MINUTE_S, first_few, format_seconds, plural
 SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
 BACK_OFF_S = 120.0  # starts of processes
 LINKS = ("partition", "slow-link")
+LIES = ("lie", "poison", "liar")  # faults that only a member does whom the owner does not trust
 HONEST = "honest"  # folder of the run without liars, in that of the first peer
 OTHERS = "others"  # folder of the other peers' runs, in that of the first
 
@@ -57,6 +58,8 @@ class PeerDrillSettings:
     minutes: float = 0.0
     drawn: bool = False  # the faults were drawn by chance
     allow_code: bool = False
+    has_liars: bool = False  # faults of LIES: updates are aggregated as among invited members
+    compares_loss: bool = False  # with another run: all peers are dealt equal shares
     tell: Callable[[str], None] = lambda text: None
 
 
@@ -102,6 +105,11 @@ class PeerDrillResult:
 
 def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> PeerDrillResult:
     """Train with all peers on this machine, with the faults, and judge what they recorded."""
+    liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
+    if any(fault.kind in LIES for fault in faults):
+        scene = replace(scene, has_liars=True, compares_loss=bool(liars))
+        aggregation = scene.plan.job.sync.aggregation_among(invited=True)
+        scene.tell(f'  updates are aggregated by "{aggregation}", as where members were invited')
     runs = _make_runs(scene, faults)
     scene.tell(f"  run: {runs[0].path}")
     peers, sync = drilled_peers(runs), scene.plan.job.sync
@@ -130,7 +138,6 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
     skewed = {number for fault in faults if fault.kind == "clock-skew" for number in fault.peer}
     records = _read_records(peers, skewed)
     found = _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s)
-    liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
     if not liars:
         return found
     scene.tell("  the same run without liars, to compare the loss")
@@ -179,6 +186,8 @@ def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
         firings.write_schedule(run, mine)
         runs.append(run)
     make_trial(runs[0], runs[1:])
+    for run in runs:
+        run.set_launch(**{**run.launch(), "drills_liars": scene.has_liars, "equal_shares": scene.compares_loss})
     return runs
 
 
