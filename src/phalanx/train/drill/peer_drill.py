@@ -41,6 +41,7 @@ from phalanx.train.slow_links.peer_launch import make_trial
 from phalanx.units import MINUTE_S, first_few, format_seconds, plural
 
 SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
+EQUAL_MBPS = 100.0  # that every peer states where losses are compared: `clipped-mean` depends on the bounds of shares
 BACK_OFF_S = 120.0  # starts of processes
 LINKS = ("partition", "slow-link")
 LIES = ("lie", "poison", "liar")  # faults that only a member does whom the owner does not trust
@@ -59,7 +60,7 @@ class PeerDrillSettings:
     drawn: bool = False  # the faults were drawn by chance
     allow_code: bool = False
     has_liars: bool = False  # faults of LIES: updates are aggregated as among invited members
-    compares_loss: bool = False  # with another run: all peers are dealt equal shares
+    compares_loss: bool = False  # with another run: all peers learn from equal shares, and average equal ones
     tell: Callable[[str], None] = lambda text: None
 
 
@@ -110,6 +111,18 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
         scene = replace(scene, has_liars=True, compares_loss=bool(liars))
         aggregation = scene.plan.job.sync.aggregation_among(invited=True)
         scene.tell(f'  updates are aggregated by "{aggregation}", as where members were invited')
+    found, records = train_drilled_peers(scene, faults)
+    if not liars:
+        return found
+    scene.tell("  the same run without liars, to compare the loss")
+    _, honest = train_drilled_peers(replace(scene, runs=found.run.path / HONEST), ())
+    return replace(found, verdicts=(*found.verdicts, judge_loss(records, honest, liars)))
+
+
+def train_drilled_peers(
+    scene: PeerDrillSettings, faults: Sequence[Fault]
+) -> tuple[PeerDrillResult, list[PeerRecord]]:
+    """One run with all peers and the faults: the verdicts on it, and what the peers recorded."""
     runs = _make_runs(scene, faults)
     scene.tell(f"  run: {runs[0].path}")
     peers, sync = drilled_peers(runs), scene.plan.job.sync
@@ -137,14 +150,7 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
     end_s = time.time()
     skewed = {number for fault in faults if fault.kind == "clock-skew" for number in fault.peer}
     records = _read_records(peers, skewed)
-    found = _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s)
-    if not liars:
-        return found
-    scene.tell("  the same run without liars, to compare the loss")
-    honest = perform_peer_drill(replace(scene, runs=runs[0].path / HONEST), ())
-    folders = [honest.run, *(open_run(path) for path in sorted((honest.run.path / OTHERS).iterdir()))]
-    compared = judge_loss(records, _read_records(drilled_peers(folders), set()), liars)
-    return replace(found, verdicts=(*found.verdicts, compared))
+    return _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s), records
 
 
 def _read_records(peers: Sequence[DrilledPeer], skewed: Collection[int]) -> list[PeerRecord]:
@@ -185,7 +191,7 @@ def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
         mine = [fault for fault in faults if number == 1 or (fault.of.inside and number in fault.peer)]
         firings.write_schedule(run, mine)
         runs.append(run)
-    make_trial(runs[0], runs[1:])
+    make_trial(runs[0], runs[1:], mbps=EQUAL_MBPS if scene.compares_loss else None)
     for run in runs:
         run.set_launch(**{**run.launch(), "drills_liars": scene.has_liars, "equal_shares": scene.compares_loss})
     return runs
