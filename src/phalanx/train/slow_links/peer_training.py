@@ -235,6 +235,8 @@ class PeerTraining(Callback):
             found = self._entry.fetch_state(most_bytes) if self._entry is not None else {}
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
+        if self._gate is not None:
+            self._gate.forget()
         self._restore_position(position)
         meets = bool(position.get("meets"))
         self._pending, self._tokens, self._samples = None, {}, 0
@@ -500,6 +502,8 @@ class PeerTraining(Callback):
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
             scale = self._sync.update_scale(sum(tokens > 0.0 for tokens in agreed.weights.values()))
             self.outer.step(dict(zip(places, means, strict=True)), scale=scale)
+            if self._gate is not None:
+                self._gate.settle()
             if is_counted or self._sync.late == "drop":
                 is_last = training.step >= self._batch_plan.steps  # the result is the shared weights, not a peer's own
                 self.outer.mix_in(places, local_share=0.0 if is_last else self._sync.local_share)
