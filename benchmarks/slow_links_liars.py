@@ -2,9 +2,9 @@
 
 python benchmarks/slow_links_liars.py [--peers 4] [--liars 1] [--kinds reversed,flipped] [--step 40] [--out FILE.json]
 
-Every run is that of `phalanx drill JOB --peers N --fault lie:peer=…,kind=…,step=…`: processes of their own that meet over
-TLS on the loopback. The drill trains its honest run again for each kind; here the honest runs are shared: all peers, and
-the honest ones alone (`--peers N - liars`), with equal shares, so that each ends with the same loss whenever it is run.
+Every run is that of `phalanx drill JOB --peers N --fault lie:peer=…,kind=…,step=…`: processes of their own that meet
+over TLS on the loopback. The drill trains its honest run again for each kind; here the honest runs are shared: all
+peers, and the honest ones alone (`--peers N - liars`), with equal shares, so that each ends alike whenever it is run.
 
 A model of one layer (86,000 weights) on the text of docs/, 160 steps of 96 sequences of 64 tokens: 32 synchronous ones,
 then an exchange every 8 steps. Liars lie in every exchange of weights from `--step` on. Losses are of 512 held-out
@@ -146,7 +146,9 @@ def main() -> None:
         print(f"{kind}: {np.mean(row['losses']):.4f} nats, {against}; {row['excluded']}", flush=True)
         print(f"  {row['seconds']} s, load {row['load']}; {row['wrong']}", flush=True)
         if args.out:
-            args.out.write_text(json.dumps({"peers": args.peers, "liars": args.liars, "kinds": found}), encoding="utf-8")
+            args.out.write_text(
+                json.dumps({"peers": args.peers, "liars": args.liars, "kinds": found}), encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

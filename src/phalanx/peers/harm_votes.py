@@ -27,7 +27,8 @@ WARY_ROUNDS = 8  # that keep contributions apart after a harmful round that turn
 class RoundTrial:
     """A round before it is committed: its mean, and each member's contribution where the plan keeps them apart.
 
-    `mean_without` computes the mean without some members; it is called only where there are contributions.
+    `mean_without` computes the weighted mean of the other members, in any aggregation; it is called only where there
+    are contributions.
     """
 
     round_number: int

@@ -123,7 +123,7 @@ class Evaluator(Callback):
         sequences = training.job.train.evaluate_sequences if folders else 0
         self._scorer = HeldoutScorer(folders, training.engine, sequences=sequences)
         # Drills of peers compare two runs sequence by sequence.
-        self._keeps_losses = training.control.peers is not None and training.folder.launch().get("drill") is True
+        self._keeps_losses = training.control.peers is not None and training.control.peers.is_drilled
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Where it is due; the end of the run has its own."""

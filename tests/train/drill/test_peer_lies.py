@@ -107,9 +107,7 @@ def test_a_drill_of_liars_trains_as_with_invited_members(
         return result, []
 
     plan = SimpleNamespace(job=SimpleNamespace(sync=SyncSettings(mode="diloco")))
-    numbers = PeerDrillNumbers(
-        wall_s=1.0, peers=4, rounds=0, steps=0, faults=0, members=0.0, longest_s=0.0, met_s=None
-    )
+    numbers = PeerDrillNumbers(wall_s=1.0, peers=4, rounds=0, steps=0, faults=0, members=0.0, longest_s=0.0, met_s=None)
     result = PeerDrillResult(
         run=Run(path=tmp_path), state="done", message="", outcomes=(), not_fired=(), verdicts=(), numbers=numbers
     )
@@ -117,6 +115,7 @@ def test_a_drill_of_liars_trains_as_with_invited_members(
     scene = PeerDrillSettings(plan=plan, runs=tmp_path, peers=4, tell=lines.append)  # type: ignore[arg-type]
     found = peer_drill.perform_peer_drill(scene, parse_faults(faults, kinds=PEER_FAULTS))
     assert [(one.has_liars, one.compares_loss) for one in scenes] == [(has_liars, compares_loss)] * (1 + compares_loss)
+    assert [one.peers for one in scenes] == [4, 3][: 1 + compares_loss]
     assert [verdict.name for verdict in found.verdicts] == ["the loss is that of honest training"] * compares_loss
     text = '  updates are aggregated by "clipped-mean", as where members were invited'
     assert (text in lines) == has_liars

@@ -97,7 +97,7 @@ class HeldoutGate:
         accused: dict[str, str] = {}
         if len(trial.contributions) > 2:
             alone = {peer: loss_alone(vector) for peer, vector in trial.contributions.items()}
-            accused = find_causes(before, after, alone, loss_without)
+            accused = find_causes(before, loss_without(()), alone, loss_without)
         return Judgement(harms=rises(before, after), accused=accused)
 
     def _losses(self, weights: dict[int, torch.Tensor]) -> Losses:

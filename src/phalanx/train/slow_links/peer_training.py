@@ -70,8 +70,9 @@ class PeerTraining(Callback):
         is_allowed: Callable[[str], bool] = lambda peer: True,
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
+        is_drilled: bool = False,
     ) -> None:
-        self._link, self._sync = link, sync
+        self._link, self._sync, self.is_drilled = link, sync, is_drilled
         self._entry: TrainingEntry | None = None
         if link is not None:
             self._entry = TrainingEntry(
