@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--liars", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--step", type=int, default=40)
+    parser.add_argument("--alone", action="store_true", help="compare with the honest peers alone, not with all peers")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--folder", type=Path, help="keep runs here, and take honest runs of an earlier call")
     parser.add_argument("--out", type=Path)
@@ -131,7 +132,7 @@ def main() -> None:
         words = ["data", "build", str(folder / "data"), str(DOCS), "--vocab", "512", "--heldout", "0.1"]
         subprocess.run([sys.executable, "-m", "phalanx", *words], check=True, capture_output=True)
     references = {}
-    for count in (args.peers, args.peers - args.liars):
+    for count in (args.peers - args.liars, *(() if args.alone else (args.peers,))):
         kept = folder / f"honest-{count}{''.join(args.overrides)}.json"
         if not kept.exists():
             kept.write_text(json.dumps(train(folder, count, (), args.overrides)), encoding="utf-8")

@@ -259,6 +259,30 @@ def test_the_first_judged_round_is_audited() -> None:
         assert all([bool(trial.contributions) for trial in judge.trials] == [True, False] for judge in judges)
 
 
+def test_causes_are_sought_in_the_weighted_mean_of_a_robust_aggregation() -> None:
+    draw = np.random.default_rng(0)
+    common = draw.normal(1.0, 0.1, VALUES).astype(np.float32)
+    means: list[tuple[float, float, float]] = []
+
+    def judge(trial: RoundTrial) -> Judgement:
+        removed = trial.mean_without([max(trial.contributions, key=lambda peer: -trial.contributions[peer].mean())])
+        means.append((float(trial.mean.mean()), float(trial.mean_without(()).mean()), float(removed.mean())))
+        return Judgement(harms=False)
+
+    with Crew(4) as crew:
+        groups = crew.join_all(4, [{"judge": judge, "aggregation": "clipped-mean"} for _ in range(4)])
+        calls = [
+            lambda group=group, sign=sign: group.average(0, sign * common, 1.0, "fp32", timeout_s=25.0)
+            for group, sign in zip(groups, (1.0, -1.0, 1.0, 1.0), strict=True)
+        ]
+        assert all(result.committed for result in together(calls))
+    assert len(means) == 4
+    for result, everyone, others in means:
+        assert result == pytest.approx(1.0, abs=0.01)  # the reversed update is left out of the result
+        assert everyone == pytest.approx(0.5, abs=0.01)
+        assert others == pytest.approx(1.0, abs=0.01)
+
+
 def test_an_excluded_peer_does_not_come_back() -> None:
     with Crew(4) as crew:
         for place in range(3):
