@@ -1,10 +1,10 @@
 """A third of liars among peers, one kind of lie after the other: the final loss over that of honest training.
 
-python benchmarks/slow_links_liars.py [--peers 4] [--liars 1] [--kinds reversed,flipped] [--step 40] [--out FILE.json]
+python benchmarks/slow_links_liars.py [--peers 4] [--liars 1] [--kinds reversed,flipped] [--step 40] [--folder DIR]
 
 Every run is that of `phalanx drill JOB --peers N --fault lie:peer=…,kind=…,step=…`: processes of their own that meet
-over TLS on the loopback. The drill trains its honest run again for each kind; here the honest runs are shared: all
-peers, and the honest ones alone (`--peers N - liars`), with equal shares, so that each ends alike whenever it is run.
+over TLS on the loopback. The drill trains its run without lies again for each kind; here kinds that were excluded
+in the same exchange share it. Two more runs are compared: all peers honest to the end, and the honest ones alone.
 
 A model of one layer (86,000 weights) on the text of docs/, 160 steps of 96 sequences of 64 tokens: 32 synchronous ones,
 then an exchange every 8 steps. Liars lie in every exchange of weights from `--step` on. Losses are of 512 held-out
@@ -29,7 +29,7 @@ import numpy as np
 
 from phalanx.api.drills import DrillCall, drill_plan
 from phalanx.train.drill.faults import PEER_FAULTS, parse_faults
-from phalanx.train.drill.peer_drill import PeerDrillSettings, train_drilled_peers
+from phalanx.train.drill.peer_drill import PeerDrillSettings, honest_departures, train_drilled_peers
 from phalanx.train.drill.peer_judge import PeerRecord
 
 KINDS = ("reversed", "scaled", "random", "copied", "stale", "flipped")
@@ -72,10 +72,10 @@ dead_after_s = 10.0
 """
 
 
-def train(folder: Path, peers: int, faults: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+def train(folder: Path, peers: int, faults: Sequence[str]) -> dict[str, Any]:
     """One run: its final losses by sequence, and when peers were excluded."""
     call = DrillCall(job=str(folder / "job.toml"), runs=folder / "runs", peers=peers)
-    plan = drill_plan(replace(call, overrides=(f"sync.peers={peers}", *overrides)))
+    plan = drill_plan(replace(call, overrides=(f"sync.peers={peers}",)))
     scene = PeerDrillSettings(plan=plan, runs=call.runs, peers=peers, has_liars=True, compares_loss=True)
     began_s, load = time.monotonic(), os.getloadavg()[0]
     result, records = train_drilled_peers(scene, parse_faults(faults, kinds=PEER_FAULTS))
@@ -89,6 +89,7 @@ def train(folder: Path, peers: int, faults: Sequence[str], overrides: Sequence[s
     return {
         "losses": losses,
         "excluded": exclusions(records, lying),
+        "departures": [one.text for one in honest_departures(records, lying, inner_steps=plan.job.sync.inner_steps)],
         "wrong": [f"{one.name}: {one.evidence}" for one in result.verdicts if not one.ok],
         "seconds": round(time.monotonic() - began_s, 1),
         "load": round(load),
@@ -114,16 +115,13 @@ def compare(one: Sequence[float], other: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Honest runs first, then each kind of lie."""
+    """Each kind of lie, and the runs without lies that it is compared with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--liars", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--step", type=int, default=40)
-    parser.add_argument("--alone", action="store_true", help="compare with the honest peers alone, not with all peers")
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--folder", type=Path, help="keep runs here, and take honest runs of an earlier call")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="keep runs here, and take those of an earlier call")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="liars-"))
     folder.mkdir(exist_ok=True)
@@ -131,25 +129,30 @@ def main() -> None:
     if not (folder / "data").exists():
         words = ["data", "build", str(folder / "data"), str(DOCS), "--vocab", "512", "--heldout", "0.1"]
         subprocess.run([sys.executable, "-m", "phalanx", *words], check=True, capture_output=True)
-    references = {}
-    for count in (args.peers - args.liars, *(() if args.alone else (args.peers,))):
-        kept = folder / f"honest-{count}{''.join(args.overrides)}.json"
+    liars = set(range(2, 2 + args.liars))
+    for kind in args.kinds.split(","):
+        kept = folder / f"{kind}-{args.peers}-{args.liars}.json"
         if not kept.exists():
-            kept.write_text(json.dumps(train(folder, count, (), args.overrides)), encoding="utf-8")
-        references[count] = json.loads(kept.read_text(encoding="utf-8"))["losses"]
-        print(f"{count} honest peers: {np.mean(references[count]):.4f} nats", flush=True)
-    found = {}
-    liars = range(2, 2 + args.liars)
-    for kind in args.kinds.split(",") if args.kinds else ():
-        fault = f"lie:peer={'+'.join(map(str, liars))},kind={kind},step={args.step}"
-        found[kind] = row = train(folder, args.peers, (fault,), args.overrides)
-        against = ", ".join(f"{compare(row['losses'], one)} over {count} honest" for count, one in references.items())
+            fault = f"lie:peer={'+'.join(map(str, sorted(liars)))},kind={kind},step={args.step}"
+            kept.write_text(json.dumps(train(folder, args.peers, (fault,))), encoding="utf-8")
+        row = json.loads(kept.read_text(encoding="utf-8"))
+        compared = {
+            "without lies": honest(folder, args.peers, tuple(row["departures"])),
+            f"{args.peers} honest": honest(folder, args.peers, ()),
+            f"{args.peers - args.liars} honest": honest(folder, args.peers - args.liars, ()),
+        }
+        against = ", ".join(f"{compare(row['losses'], one)} over {name}" for name, one in compared.items() if one)
         print(f"{kind}: {np.mean(row['losses']):.4f} nats, {against}; {row['excluded']}", flush=True)
         print(f"  {row['seconds']} s, load {row['load']}; {row['wrong']}", flush=True)
-        if args.out:
-            args.out.write_text(
-                json.dumps({"peers": args.peers, "liars": args.liars, "kinds": found}), encoding="utf-8"
-            )
+
+
+def honest(folder: Path, peers: int, departures: tuple[str, ...]) -> list[float]:
+    """Final losses by sequence of the run without lies; trained once, and kept in the folder."""
+    kept = folder / f"honest-{peers}{''.join(f'-{text}' for text in departures)}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(train(folder, peers, departures)), encoding="utf-8")
+        print(f"{kept.stem}: {np.mean(json.loads(kept.read_text())['losses']):.4f} nats", flush=True)
+    return json.loads(kept.read_text(encoding="utf-8"))["losses"]
 
 
 if __name__ == "__main__":

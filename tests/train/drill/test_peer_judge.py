@@ -237,11 +237,11 @@ def ending(losses: dict[int, float], *, noise: float = 0.001, sequences: int = 6
     return found
 
 
-def test_the_loss_of_honest_peers_is_held_against_the_run_that_they_train_alone() -> None:
+def test_the_loss_of_honest_peers_is_held_against_the_run_without_lies() -> None:
     honest = ending({1: 2.0, 2: 2.0, 3: 2.0})
     found = judge_loss(ending({1: 2.019, 2: 2.019, 3: 9.0}), honest, {3})
     assert found.ok
-    assert found.evidence == "2.0190 nats, +0.0190 ± 0.0002 over 2.0000 of the honest peers alone"
+    assert found.evidence == "2.0190 nats, +0.0190 ± 0.0002 over 2.0000 without lies"
     assert not judge_loss(ending({1: 2.019, 2: 2.021, 3: 2.0}), honest, {3}).ok
     assert judge_loss(ending({1: 1.5}), honest, {3}).ok
     assert not judge_loss(ending({3: 2.0}), honest, {3}).judged

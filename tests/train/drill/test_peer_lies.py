@@ -100,13 +100,21 @@ def test_a_drill_of_liars_trains_as_with_invited_members(
     faults: list[str], has_liars: bool, compares_loss: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scenes: list[PeerDrillSettings] = []
+    injected: list[list[str]] = []
     lines: list[str] = []
 
     def train(scene: PeerDrillSettings, faults: Any) -> tuple[PeerDrillResult, list[PeerRecord]]:
         scenes.append(scene)
-        return result, []
+        injected.append([fault.text for fault in faults])
+        return result, records
 
-    plan = SimpleNamespace(job=SimpleNamespace(sync=SyncSettings(mode="diloco")))
+    event = {"event": "peer", "t": 9.0, "kind": "excluded", "peer": "b"}
+    records = [
+        PeerRecord(number=1, id="a", events=[{**event, "step": 56}]),
+        PeerRecord(number=2, id="b", events=[{**event, "step": 16, "peer": "a"}]),  # a liar's word
+        PeerRecord(number=3, id="c", events=[{**event, "step": 48}]),
+    ]
+    plan = SimpleNamespace(job=SimpleNamespace(sync=SyncSettings(mode="diloco", inner_steps=8)))
     numbers = PeerDrillNumbers(wall_s=1.0, peers=4, rounds=0, steps=0, faults=0, members=0.0, longest_s=0.0, met_s=None)
     result = PeerDrillResult(
         run=Run(path=tmp_path), state="done", message="", outcomes=(), not_fired=(), verdicts=(), numbers=numbers
@@ -115,7 +123,7 @@ def test_a_drill_of_liars_trains_as_with_invited_members(
     scene = PeerDrillSettings(plan=plan, runs=tmp_path, peers=4, tell=lines.append)  # type: ignore[arg-type]
     found = peer_drill.perform_peer_drill(scene, parse_faults(faults, kinds=PEER_FAULTS))
     assert [(one.has_liars, one.compares_loss) for one in scenes] == [(has_liars, compares_loss)] * (1 + compares_loss)
-    assert [one.peers for one in scenes] == [4, 3][: 1 + compares_loss]
+    assert injected[1:] == [["leave:peer=2,step=40"]] * compares_loss  # before the exchange that excluded it
     assert [verdict.name for verdict in found.verdicts] == ["the loss is that of honest training"] * compares_loss
     text = '  updates are aggregated by "clipped-mean", as where members were invited'
     assert (text in lines) == has_liars

@@ -268,7 +268,7 @@ def judge_named(
 
 
 def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liars: Collection[int]) -> Verdict:
-    """The final held-out loss of honest peers is that of the run that they train alone, or little above it.
+    """The final held-out loss of honest peers is that of the same run without lies, or little above it.
 
     Both runs are evaluated on the same sequences, so the standard error is that of the differences by sequence. Where
     it is more than half of the limit, nothing can be concluded.
@@ -284,7 +284,7 @@ def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liar
     without = min(ends[1], key=lambda event: float(event["loss"]))
     rise, error = _paired_rise(with_liars, without)
     text = f"{float(with_liars['loss']):.4f} nats, {rise:+.4f} ± {error:.4f}"
-    text += f" over {float(without['loss']):.4f} of the honest peers alone"
+    text += f" over {float(without['loss']):.4f} without lies"
     if not error <= LOSS_MARGIN / 2:
         count = len(with_liars.get("sequence_losses") or ())
         text += f"; {plural(count, 'held-out sequence')} cannot tell: set train.evaluate_sequences higher"
