@@ -144,6 +144,7 @@ def test_going_on_alone_is_asked_of_a_running_peer(owner: Run, trials) -> None:
 
 def test_a_peer_that_a_vote_excluded_stays_so_and_is_listed(owner: Run, trials) -> None:
     job, liar = trials.plan('mode = "diloco"').job, "ab" * 8
+    owner.set_launch()
     session = PeerSession(owner, job)
     session.group.join()
     session.group._node.excluded[liar] = "held-out loss 3.0 with its update"
