@@ -12,6 +12,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.job.sync_section import SyncSettings
 from phalanx.peers.facts import PeerProgress, RoundResult
+from phalanx.peers.identity import PeerIdentity
 from phalanx.record.run import Run
 from phalanx.train.drill import peer_drill, peer_inject
 from phalanx.train.drill.faults import PEER_FAULTS, parse_fault, parse_faults
@@ -114,15 +115,18 @@ def test_a_drill_of_liars_trains_as_with_invited_members(
         PeerRecord(number=2, id="b", events=[{**event, "step": 16, "peer": "a"}]),  # a liar's word
         PeerRecord(number=3, id="c", events=[{**event, "step": 48}]),
     ]
+    identities = (PeerIdentity.create("peer-1"), PeerIdentity.create("peer-2"))
     plan = SimpleNamespace(job=SimpleNamespace(sync=SyncSettings(mode="diloco", inner_steps=8)))
     numbers = PeerDrillNumbers(wall_s=1.0, peers=4, rounds=0, steps=0, faults=0, members=0.0, longest_s=0.0, met_s=None)
     result = PeerDrillResult(
         run=Run(path=tmp_path), state="done", message="", outcomes=(), not_fired=(), verdicts=(), numbers=numbers
     )
     monkeypatch.setattr(peer_drill, "train_drilled_peers", train)
+    monkeypatch.setattr(peer_drill, "read_identities", lambda run: identities)
     scene = PeerDrillSettings(plan=plan, runs=tmp_path, peers=4, tell=lines.append)  # type: ignore[arg-type]
     found = peer_drill.perform_peer_drill(scene, parse_faults(faults, kinds=PEER_FAULTS))
     assert [(one.has_liars, one.compares_loss) for one in scenes] == [(has_liars, compares_loss)] * (1 + compares_loss)
+    assert [one.identities for one in scenes] == [(), identities][: 1 + compares_loss]
     assert injected[1:] == [["leave:peer=2,step=40"]] * compares_loss  # before the exchange that excluded it
     assert [verdict.name for verdict in found.verdicts] == ["the loss is that of honest training"] * compares_loss
     text = '  updates are aggregated by "clipped-mean", as where members were invited'

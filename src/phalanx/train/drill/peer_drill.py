@@ -16,10 +16,11 @@ from phalanx.elastic.local_launch import collected_signals
 from phalanx.io.tables import text_table
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
+from phalanx.peers.identity import PeerIdentity
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.provenance import job_provenance
-from phalanx.record.run import Run, create_run
+from phalanx.record.run import Run, create_run, open_run
 from phalanx.train.data.batches import BatchPlan
 from phalanx.train.drill import firings
 from phalanx.train.drill.drill_report import MOST_ROWS
@@ -39,6 +40,7 @@ from phalanx.train.drill.peer_judge import (
 from phalanx.train.drill.perform import judge_injected
 from phalanx.train.drill.schedule import poisson_times
 from phalanx.train.slow_links.peer_launch import make_trial
+from phalanx.train.slow_links.peer_session import peers_folder
 from phalanx.units import MINUTE_S, first_few, format_seconds, plural
 
 SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
@@ -62,6 +64,7 @@ class PeerDrillSettings:
     allow_code: bool = False
     has_liars: bool = False  # faults of LIES: updates are aggregated as among invited members
     compares_loss: bool = False  # with another run: all peers learn from equal shares, and average equal ones
+    identities: tuple[PeerIdentity, ...] = ()  # of another run's peers; else new ones
     tell: Callable[[str], None] = lambda text: None
 
 
@@ -117,7 +120,9 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
         return found
     departures = honest_departures(records, liars, inner_steps=scene.plan.job.sync.inner_steps)
     scene.tell("  the same run with the same members and no lies, to compare the loss")
-    _, honest = train_drilled_peers(replace(scene, runs=found.run.path / HONEST), departures)
+    # The same identities: which samples a liar is dealt follows from its id, and made 0.007 nats of difference.
+    alike = replace(scene, runs=found.run.path / HONEST, identities=read_identities(found.run))
+    _, honest = train_drilled_peers(alike, departures)
     return replace(found, verdicts=(*found.verdicts, judge_loss(records, honest, liars)))
 
 
@@ -140,6 +145,13 @@ def honest_departures(records: Sequence[PeerRecord], liars: Collection[int], *, 
             steps[number] = max(0, min(excluded) - inner_steps)  # the step after the exchange before
     texts = [f"leave:peer={number},step={step}" for number, step in steps.items()]
     return parse_faults(texts, kinds=PEER_FAULTS)
+
+
+def read_identities(first: Run) -> tuple[PeerIdentity, ...]:
+    """The identities of all peers of a drill in order of their numbers, from the run of the first."""
+    runs = [first, *(open_run(folder) for folder in (first.path / OTHERS).iterdir())]
+    runs.sort(key=lambda run: int(run.launch()["peer_number"]))
+    return tuple(PeerIdentity.load(peers_folder(run)) for run in runs)
 
 
 def train_drilled_peers(scene: PeerDrillSettings, faults: Sequence[Fault]) -> tuple[PeerDrillResult, list[PeerRecord]]:
@@ -212,7 +224,7 @@ def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
         mine = [fault for fault in faults if number == 1 or (fault.of.inside and number in fault.peer)]
         firings.write_schedule(run, mine)
         runs.append(run)
-    make_trial(runs[0], runs[1:], mbps=EQUAL_MBPS if scene.compares_loss else None)
+    make_trial(runs[0], runs[1:], mbps=EQUAL_MBPS if scene.compares_loss else None, known=scene.identities)
     for run in runs:
         run.set_launch(**{**run.launch(), "drills_liars": scene.has_liars, "equal_shares": scene.compares_loss})
     return runs
