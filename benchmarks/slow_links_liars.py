@@ -152,7 +152,8 @@ def honest(folder: Path, peers: int, departures: tuple[str, ...]) -> list[float]
     if not kept.exists():
         kept.write_text(json.dumps(train(folder, peers, departures)), encoding="utf-8")
         print(f"{kept.stem}: {np.mean(json.loads(kept.read_text())['losses']):.4f} nats", flush=True)
-    return json.loads(kept.read_text(encoding="utf-8"))["losses"]
+    losses: list[float] = json.loads(kept.read_text(encoding="utf-8"))["losses"]
+    return losses
 
 
 if __name__ == "__main__":
