@@ -86,7 +86,7 @@ def test_audits_come_at_intervals_and_more_often_after_a_liar_has_hidden() -> No
     for _ in range(32):
         gathered.append(schedule.is_due)
         schedule = schedule.after_round(gathered=schedule.is_due, hid=False)
-    assert [place for place, due in enumerate(gathered) if due] == [0, 2, 6, 14, 22, 30]
+    assert [place for place, due in enumerate(gathered) if due] == [0, 1, 2, 3, 4, 6, 10, 18, 26]
     assert AUDIT_EVERY == 8
     schedule = schedule.after_round(gathered=True, hid=True)
     for _ in range(WARY_ROUNDS):
@@ -133,7 +133,7 @@ def send(crew: Crew, values: list[float], round_number: int) -> list[object]:
 
 def audit_later(crew: Crew) -> None:
     for group in crew.groups:
-        group._node.leader._audit = AuditSchedule(interval=AUDIT_EVERY)
+        group._node.leader._audit = AuditSchedule(interval=AUDIT_EVERY, wary=0)
 
 
 @pytest.mark.parametrize("liar", [3, 1, 0])  # an ordinary member; also the leader, who owns the run
@@ -261,13 +261,38 @@ def test_contributions_are_kept_apart_while_a_liar_that_hid_may_come_back() -> N
         assert all(trial.contributions for trial in judges[0].trials)
 
 
-def test_the_first_judged_round_is_audited() -> None:
+def test_the_first_judged_rounds_are_audited() -> None:
     judges = [Judge() for _ in range(4)]
     with Crew(4) as crew:
         crew.join_all(4, [{"judge": judge} for judge in judges])
-        for number in range(2):
+        for number in range(6):
             assert all(result.committed for result in send(crew, [HONEST] * 4, number))
-        assert all([bool(trial.contributions) for trial in judge.trials] == [True, False] for judge in judges)
+        audited = [[bool(trial.contributions) for trial in judge.trials] for judge in judges]
+        assert audited == [[True] * 5 + [False]] * 4
+
+
+def test_causes_are_sought_in_the_weighted_mean_of_a_robust_aggregation() -> None:
+    draw = np.random.default_rng(0)
+    common = draw.normal(1.0, 0.1, VALUES).astype(np.float32)
+    means: list[tuple[float, float, float]] = []
+
+    def judge(trial: RoundTrial) -> Judgement:
+        removed = trial.mean_without([max(trial.contributions, key=lambda peer: -trial.contributions[peer].mean())])
+        means.append((float(trial.mean.mean()), float(trial.mean_without(()).mean()), float(removed.mean())))
+        return Judgement(harms=False)
+
+    with Crew(4) as crew:
+        groups = crew.join_all(4, [{"judge": judge, "aggregation": "clipped-mean"} for _ in range(4)])
+        calls = [
+            lambda group=group, sign=sign: group.average(0, sign * common, 1.0, "fp32", timeout_s=25.0)
+            for group, sign in zip(groups, (1.0, -1.0, 1.0, 1.0), strict=True)
+        ]
+        assert all(result.committed for result in together(calls))
+    assert len(means) == 4
+    for result, everyone, others in means:
+        assert result == pytest.approx(1.0, abs=0.01)  # the reversed update is left out of the result
+        assert everyone == pytest.approx(0.5, abs=0.01)
+        assert others == pytest.approx(1.0, abs=0.01)
 
 
 def test_an_excluded_peer_does_not_come_back() -> None:

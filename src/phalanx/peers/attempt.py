@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
-from phalanx.peers.aggregation import AGGREGATIONS, aggregate, choose_aggregation, mean_factors
+from phalanx.peers.aggregation import AGGREGATIONS, aggregate, mean_factors
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
 from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
@@ -337,10 +337,17 @@ class Attempt:
         return found
 
     def mean_without(self, removed: Collection[str]) -> Vector:
-        """The result as it would be without some members, of a round whose contributions are here."""
+        """The weighted mean of the other members' updates, of a round whose contributions are here.
+
+        Whatever the plan's aggregation: one that leaves a liar out of the result would show no cause.
+        """
+        counted = [peer for peer in self._counted if peer not in removed]
+        factors = mean_factors("mean", {peer: self.plan.weights[peer] for peer in counted}, self.plan.norms)
         found = np.empty(self.plan.values, dtype=self._value_type)
         for start, data in self._means.items():
-            found[start : self._end(start)] = self._mean(start, self._decode_pieces(start, data), removed)
+            pieces = self._decode_pieces(start, data)
+            mean = aggregate("mean", [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
+            found[start : self._end(start)] = mean
         return found
 
     def settle(self) -> None:
@@ -377,7 +384,7 @@ class Attempt:
             encoded = self._encoded.pop(start)
             data = b"".join(encoded[peer] for peer in self._counted)
         else:
-            mean = self._mean(start, pieces)
+            mean = self._mean(pieces)
             if self._sender is not None:
                 mean = self._sender.outgoing_sum(start, mean, self.plan.values)
             data = encode(self.plan.codec, mean, self.plan.top_share)
@@ -387,13 +394,9 @@ class Attempt:
         self._keep(start, data)
         return data
 
-    def _mean(self, start: int, pieces: dict[str, Vector], removed: Collection[str] = ()) -> Vector:
-        counted, kind, factors = self._counted, self.plan.aggregation, self._factors
-        if removed:
-            counted = [peer for peer in counted if peer not in removed]
-            kind = choose_aggregation(kind, codec=self.plan.codec, counted=len(counted))[0]
-            factors = mean_factors(kind, {peer: self.plan.weights[peer] for peer in counted}, self.plan.norms)
-        return aggregate(kind, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
+    def _mean(self, pieces: dict[str, Vector]) -> Vector:
+        counted, factors = self._counted, self._factors
+        return aggregate(self.plan.aggregation, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
         for peer in sorted(self.plan.weights):
@@ -414,7 +417,7 @@ class Attempt:
     def _decode_mean(self, start: int, data: bytes) -> Vector:
         if not self._gathers:
             return self._decode(start, data)
-        return self._mean(start, self._decode_pieces(start, data))
+        return self._mean(self._decode_pieces(start, data))
 
     @property
     def _value_type(self) -> type[np.floating[Any]]:

@@ -122,6 +122,8 @@ class Evaluator(Callback):
         folders = training.dataset.folders if training.dataset is not None else ()
         sequences = training.job.train.evaluate_sequences if folders else 0
         self._scorer = HeldoutScorer(folders, training.engine, sequences=sequences)
+        # Drills of peers compare two runs sequence by sequence.
+        self._keeps_losses = training.control.peers is not None and training.control.peers.is_drilled
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Where it is due; the end of the run has its own."""
@@ -132,6 +134,9 @@ class Evaluator(Callback):
         """Score the model now, and tell. Every rank must call this together."""
         training.pause()
         score = self._scorer.score(self._metrics)
+        by_sequence = {}
+        if self._keeps_losses and training.step >= training.batch_plan.steps:
+            by_sequence["sequence_losses"] = [round(loss, 6) for loss in self._scorer.sequence_losses().tolist()]
         training.control.check()
         if score is None:
             return
@@ -143,6 +148,7 @@ class Evaluator(Callback):
             tokens=score.tokens,
             seconds=score.seconds,
             **({"metrics": dict(score.metrics)} if score.metrics else {}),
+            **by_sequence,
         )
         training.callbacks.call("on_evaluate", training, score)
 

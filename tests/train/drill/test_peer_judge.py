@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx.train.drill.faults import PEER_FAULTS, parse_faults
@@ -225,15 +226,31 @@ def test_a_liar_must_be_excluded_and_no_other_peer_may_be() -> None:
     assert "peer 2, which did nothing wrong, was excluded" in judge_lie(told).evidence
 
 
-def test_the_loss_of_honest_peers_is_held_against_a_run_without_liars() -> None:
-    def ending(losses: dict[int, float]) -> list[PeerRecord]:
-        return [
-            PeerRecord(number=number, id=str(number), events=[{"event": "evaluate", "t": 1.0, "loss": loss}])
-            for number, loss in losses.items()
-        ]
+def ending(losses: dict[int, float], *, noise: float = 0.001, sequences: int = 64) -> list[PeerRecord]:
+    """Peers that end with these losses, and with `noise` by sequence that two calls with other losses do not share."""
+    found = []
+    for number, loss in losses.items():
+        drawn = np.random.default_rng(round(1000 * loss)).normal(loss, noise, sequences)
+        by_sequence = (drawn + loss - drawn.mean()).tolist()
+        event = {"event": "evaluate", "t": 1.0, "loss": loss, "sequence_losses": by_sequence}
+        found.append(PeerRecord(number=number, id=str(number), events=[event]))
+    return found
 
+
+def test_the_loss_of_honest_peers_is_held_against_the_run_without_lies() -> None:
     honest = ending({1: 2.0, 2: 2.0, 3: 2.0})
-    assert judge_loss(ending({1: 2.019, 2: 2.019, 3: 9.0}), honest, {3}).ok
+    found = judge_loss(ending({1: 2.019, 2: 2.019, 3: 9.0}), honest, {3})
+    assert found.ok
+    assert found.evidence == "2.0190 nats, +0.0190 ± 0.0002 over 2.0000 without lies"
     assert not judge_loss(ending({1: 2.019, 2: 2.021, 3: 2.0}), honest, {3}).ok
     assert judge_loss(ending({1: 1.5}), honest, {3}).ok
     assert not judge_loss(ending({3: 2.0}), honest, {3}).judged
+
+
+def test_a_loss_on_too_few_sequences_is_not_judged() -> None:
+    noisy = {"noise": 0.1, "sequences": 64}
+    found = judge_loss(ending({1: 2.01}, **noisy), ending({1: 2.0}, **noisy), {3})
+    assert not found.ok
+    assert not found.judged
+    assert "64 held-out sequences cannot tell: set train.evaluate_sequences higher" in found.evidence
+    assert judge_loss(ending({1: 2.01}, noise=0.1, sequences=2000), ending({1: 2.0}, noise=0.1, sequences=2000), {3}).ok

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.job.sync_section import SyncSettings
 from phalanx.peers.allowlist import AllowList
-from phalanx.peers.facts import MemberView
+from phalanx.peers.facts import MemberView, PeerEvent
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.report.render import resume_command
 from phalanx.record.run import Run, create_run
@@ -67,6 +68,36 @@ def test_a_report_says_how_one_peer_is_resumed(owner: Run) -> None:
     assert resume_command(owner.path) == f"phalanx peers start --resume {owner.path}"
     owner.set_launch(is_trial=True)
     assert resume_command(owner.path) == f"phalanx train --resume {owner.path}"
+
+
+@pytest.mark.parametrize(
+    ("launch", "setting", "text"),
+    [
+        ({"is_trial": True}, "", ""),
+        ({"is_trial": True, "drills_liars": False}, "", ""),
+        ({}, "", 'updates are aggregated by "clipped-mean" (members were invited)'),
+        (
+            {"is_trial": True, "drills_liars": True},
+            "",
+            'updates are aggregated by "clipped-mean" (a drill of liars, as where members were invited)',
+        ),
+        ({"is_trial": True, "drills_liars": True}, 'aggregation = "mean"', ""),
+        (
+            {"is_trial": True, "drills_liars": True},
+            'aggregation = "median"',
+            'updates are aggregated by "median" (sync.aggregation)',
+        ),
+    ],
+)
+def test_a_drill_of_liars_aggregates_as_among_invited_members(
+    owner: Run, trials, launch: dict[str, Any], setting: str, text: str
+) -> None:
+    owner.set_launch(**launch)
+    session = PeerSession(owner, trials.plan(f'mode = "target-batch"\n{setting}').job)
+    events: list[PeerEvent] = []
+    session.tell_events(events.append)
+    session.close()
+    assert [event.text for event in events if event.kind == "aggregation"] == ([text] if text else [])
 
 
 def test_an_invitation_is_private_and_carries_the_job(owner: Run, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,13 +268,33 @@ def judge_named(
 
 
 def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liars: Collection[int]) -> Verdict:
-    """The final held-out loss of honest peers is that of a run without liars, or little above it."""
-    name, losses = "the loss is that of honest training", []
-    for group, left_out in ((records, liars), (honest, ())):
-        ends = [record.of("evaluate")[-1:] for record in group if record.number not in left_out]
-        losses.append([float(event["loss"]) for events in ends for event in events])
-    if not losses[0] or not losses[1]:
+    """The final held-out loss of honest peers is that of the same run without lies, or little above it.
+
+    Both runs are evaluated on the same sequences, so the standard error is that of the differences by sequence. Where
+    it is more than half of the limit, nothing can be concluded.
+    """
+    name = "the loss is that of honest training"
+    ends = [
+        [record.of("evaluate")[-1] for record in group if record.number not in left_out and record.of("evaluate")]
+        for group, left_out in ((records, liars), (honest, ()))
+    ]
+    if not all(ends):
         return Verdict(name=name, ok=False, judged=False, evidence="no final loss: set train.evaluate_sequences")
-    with_liars, without = max(losses[0]), min(losses[1])
-    text = f"{with_liars:.4f} nats, {with_liars - without:+.4f} over {without:.4f} without liars"
-    return Verdict(name=name, ok=with_liars - without <= LOSS_MARGIN, evidence=text)
+    with_liars = max(ends[0], key=lambda event: float(event["loss"]))
+    without = min(ends[1], key=lambda event: float(event["loss"]))
+    rise, error = _paired_rise(with_liars, without)
+    text = f"{float(with_liars['loss']):.4f} nats, {rise:+.4f} ± {error:.4f}"
+    text += f" over {float(without['loss']):.4f} without lies"
+    if not error <= LOSS_MARGIN / 2:
+        count = len(with_liars.get("sequence_losses") or ())
+        text += f"; {plural(count, 'held-out sequence')} cannot tell: set train.evaluate_sequences higher"
+        return Verdict(name=name, ok=False, judged=False, evidence=text)
+    return Verdict(name=name, ok=rise <= LOSS_MARGIN, evidence=text)
+
+
+def _paired_rise(with_liars: Event, without: Event) -> tuple[float, float]:
+    """How far one final loss is above the other, and its standard error over the sequences that both evaluated."""
+    pairs = list(zip(with_liars.get("sequence_losses") or (), without.get("sequence_losses") or (), strict=False))
+    differences = [float(above) - float(below) for above, below in pairs]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+    return float(with_liars["loss"]) - float(without["loss"]), error

@@ -34,6 +34,8 @@ class HeldoutGate:
         self.seconds = 0.0
         self.rounds = 0
         self._began_s = math.inf
+        self._judged: tuple[dict[int, torch.Tensor], Losses] | None = None  # the newest round's result, not yet applied
+        self._shared_losses: Losses | None = None  # of the shared weights as they are, where they were evaluated before
 
     @property
     def cost(self) -> str:
@@ -60,27 +62,42 @@ class HeldoutGate:
         self.rounds += 1
         return Judgement(harms=found.harms, accused=found.accused, seconds=seconds)
 
+    def settle(self) -> None:
+        """Keep the losses of a judged round that was applied: the next round begins with the same bits."""
+        result, losses = self._judged or ({}, None)
+        is_same = all(torch.equal(self._outer.weights[place], weight) for place, weight in result.items())
+        self._shared_losses = losses if is_same else None
+        self._judged = None
+
+    def forget(self) -> None:
+        """The shared weights were replaced."""
+        self._judged = self._shared_losses = None
+
     def _judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
-        def loss_after(mean: Vector, removed: Collection[str]) -> Losses:
+        def result_of(mean: Vector, removed: Collection[str]) -> dict[int, torch.Tensor]:
             scale = self._sync.update_scale(sum(peer not in removed for peer in trial.weights))
             means = dict(zip(places, vectors.spread(mean), strict=True))
-            return self._losses({**shared, **self._outer.preview(means, scale=scale)})
+            return self._outer.preview(means, scale=scale)
+
+        def loss_without(removed: Collection[str]) -> Losses:
+            return self._losses({**shared, **result_of(trial.mean_without(removed), removed)})
 
         def loss_alone(vector: Vector) -> Losses:
             parts = dict(zip(places, vectors.spread(vector), strict=True))
             return self._losses({**shared, **{at: shared[at] - part.to(shared[at]) for at, part in parts.items()}})
 
         shared = dict(enumerate(self._outer.weights))
-        before = self._losses(shared)
+        before = self._shared_losses if self._shared_losses is not None else self._losses(shared)
         if not len(before) or not trial.weights:
             return ABSTAINED
-        after = loss_after(trial.mean, ())
+        self._shared_losses = before
+        result = result_of(trial.mean, ())
+        after = self._losses({**shared, **result})
+        self._judged = (result, after)
         accused: dict[str, str] = {}
         if len(trial.contributions) > 2:
             alone = {peer: loss_alone(vector) for peer, vector in trial.contributions.items()}
-            accused = find_causes(
-                before, after, alone, lambda removed: loss_after(trial.mean_without(removed), removed)
-            )
+            accused = find_causes(before, loss_without(()), alone, loss_without)
         return Judgement(harms=rises(before, after), accused=accused)
 
     def _losses(self, weights: dict[int, torch.Tensor]) -> Losses:

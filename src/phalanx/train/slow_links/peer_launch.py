@@ -48,14 +48,19 @@ def set_addresses(run: Run, addresses: Sequence[Address], routes: Mapping[str, A
     replace_text(peers_folder(run) / SESSION, json_text(replaced, indent=1) + "\n")
 
 
-def make_trial(first: Run, others: list[Run]) -> None:
-    """Identities and sessions of a new trial; who owns it, and who belongs to it, is in the owner's launch."""
-    owner = PeerIdentity.create("peer-1")
-    identities = [PeerIdentity.create(f"peer-{place}") for place in range(2, 2 + len(others))]
+def make_trial(first: Run, others: list[Run], *, mbps: float | None = None, known: Sequence[PeerIdentity] = ()) -> None:
+    """Identities and sessions of a new trial; who owns it, and who belongs to it, is in the owner's launch.
+
+    With `mbps` every peer states that bandwidth, so that all average equal shares; else it is measured. Identities that
+    are `known` from another trial are taken again: samples are dealt in the order of their ids.
+    """
+    names = [f"peer-{place}" for place in range(1, 2 + len(others))]
+    owner, *identities = known or [PeerIdentity.create(name) for name in names]
     allowed = AllowList.create(owner, first.run_id, [one.certificate_pem for one in identities])
-    write_session(first, owner, allowed, SessionFacts(group=first.run_id))
+    write_session(first, owner, allowed, SessionFacts(group=first.run_id, up_mbps=mbps, down_mbps=mbps))
     for run, identity in zip(others, identities, strict=True):
-        facts = SessionFacts(group=first.run_id, addresses=(("127.0.0.1", 1),))  # replaced once the first one listens
+        # The address is replaced once the first one listens.
+        facts = SessionFacts(group=first.run_id, addresses=(("127.0.0.1", 1),), up_mbps=mbps, down_mbps=mbps)
         write_session(run, identity, allowed, facts)
     mark_trial(first, others)
 

@@ -150,9 +150,13 @@ class PeerSession:
         self._before = read_status(run)
         self._routes: dict[str, Address] = {peer: (host, port) for peer, host, port in self.facts.routes}
         self.screen: Callable[[str, Vector], str | None] = lambda peer, vector: None
-        aggregation = sync.aggregation_among(invited=run.launch().get("is_trial") is not True)
+        launch = run.launch()
+        in_trial, has_liars = launch.get("is_trial") is True, launch.get("drills_liars") is True
+        aggregation = sync.aggregation_among(invited=has_liars or not in_trial)
         if aggregation != "mean":
-            reason = "members were invited" if sync.aggregation == AUTO else "sync.aggregation"
+            reason = "sync.aggregation"
+            if sync.aggregation == AUTO:
+                reason = "a drill of liars, as where members were invited" if has_liars else "members were invited"
             text = f'updates are aggregated by "{aggregation}" ({reason})'
             self._on_event(PeerEvent(kind="aggregation", text=text, peer=identity.id, name=identity.name))
         self.judge: Callable[[RoundTrial], Judgement] = lambda trial: ABSTAINED

@@ -70,8 +70,9 @@ class PeerTraining(Callback):
         is_allowed: Callable[[str], bool] = lambda peer: True,
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
+        is_drilled: bool = False,
     ) -> None:
-        self._link, self._sync = link, sync
+        self._link, self._sync, self.is_drilled = link, sync, is_drilled
         self._entry: TrainingEntry | None = None
         if link is not None:
             self._entry = TrainingEntry(
@@ -235,6 +236,8 @@ class PeerTraining(Callback):
             found = self._entry.fetch_state(most_bytes) if self._entry is not None else {}
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
+        if self._gate is not None:
+            self._gate.forget()
         self._restore_position(position)
         meets = bool(position.get("meets"))
         self._pending, self._tokens, self._samples = None, {}, 0
@@ -500,6 +503,8 @@ class PeerTraining(Callback):
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
             scale = self._sync.update_scale(sum(tokens > 0.0 for tokens in agreed.weights.values()))
             self.outer.step(dict(zip(places, means, strict=True)), scale=scale)
+            if self._gate is not None:
+                self._gate.settle()
             if is_counted or self._sync.late == "drop":
                 is_last = training.step >= self._batch_plan.steps  # the result is the shared weights, not a peer's own
                 self.outer.mix_in(places, local_share=0.0 if is_last else self._sync.local_share)

@@ -73,6 +73,7 @@ def join_training(
         is_allowed=session.is_allowed,
         stop=stop,
         patience_s=patience_s,
+        is_drilled=session.run.launch().get("drill") is True,
     )
     session.tell_events(tell)
     session.more_status = training.status
