@@ -50,16 +50,24 @@ def data_layout(world: int) -> Layout:
 class PureRun:
     """A run of four ranks; `hosts` says how many slots each host has, with a process in every one."""
 
-    def __init__(self, hosts: Mapping[str, int], *, settings: Mapping[str, Any] | None = None, **fault: Any) -> None:
+    def __init__(
+        self,
+        hosts: Mapping[str, int],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **fault: Any,
+    ) -> None:
         job = replace(
             _job(),
             fault=replace(_job().fault, **{"dead_after_s": DEAD_S, "recovery": "auto", **fault}),
-            comm=replace(_job().comm, init_timeout_s=TIMEOUT_S),
+            comm=replace(_job().comm, init_timeout_s=timeout_s),
             batch=replace(_job().batch, global_sequences=12),
         )
         fields = {"num_slots": sum(hosts.values()), "num_hosts": len(hosts), **(settings or {})}
         self.settings = CoordinatorSettings(run_path="run", job=job, planned=data_layout(4), **fields)
         self.now_s, self.checkpoints, self.asked_for_checkpoints = 100.0, (0,), 0
+        self.does_disk_answer = True
         self.pids = {
             host: {slot: 1000 * (at + 1) + slot for slot in range(hosts[host])} for at, host in enumerate(hosts)
         }
@@ -95,7 +103,8 @@ class PureRun:
                 self.end = action
             elif isinstance(action, ListCheckpoints):
                 self.asked_for_checkpoints += 1
-                self.list_checkpoints()
+                if self.does_disk_answer:
+                    self.list_checkpoints()
 
     def list_checkpoints(self) -> None:
         """The disk answers."""
