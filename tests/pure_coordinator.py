@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.elastic.coordinator_state import (
     Action,
     AgentMessage,
+    BeginGeneration,
     CheckpointList,
     ClockTick,
     CoordinatorSettings,
@@ -56,6 +57,7 @@ class PureRun:
         *,
         settings: Mapping[str, Any] | None = None,
         timeout_s: float = TIMEOUT_S,
+        planned: Layout | None = None,
         **fault: Any,
     ) -> None:
         job = replace(
@@ -65,7 +67,7 @@ class PureRun:
             batch=replace(_job().batch, global_sequences=12),
         )
         fields = {"num_slots": sum(hosts.values()), "num_hosts": len(hosts), **(settings or {})}
-        self.settings = CoordinatorSettings(run_path="run", job=job, planned=data_layout(4), **fields)
+        self.settings = CoordinatorSettings(run_path="run", job=job, planned=planned or data_layout(4), **fields)
         self.now_s, self.checkpoints, self.asked_for_checkpoints = 100.0, (0,), 0
         self.does_disk_answer = True
         self.pids = {
@@ -77,6 +79,7 @@ class PureRun:
         self.sent, self.events = list[tuple[str, dict[str, Any]]](), list[dict[str, Any]]()
         self.evidence = list[Mapping[int, str]]()
         self.end: EndRun | None = None
+        self.fenced = list[int]()  # generations that were begun
         self.begin(SavedState())
 
     def begin(self, saved: SavedState) -> None:
@@ -99,6 +102,8 @@ class PureRun:
                 self.events.append({"event": action.event, **action.fields})
             elif isinstance(action, RecordEvidence):
                 self.evidence.append(action.last_collectives)
+            elif isinstance(action, BeginGeneration):
+                self.fenced.append(action.generation)
             elif isinstance(action, EndRun):
                 self.end = action
             elif isinstance(action, ListCheckpoints):

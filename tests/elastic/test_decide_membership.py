@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -109,7 +109,7 @@ def test_a_bad_host_is_done_without_or_ends_the_run_once_all_have_arrived(
     run.tick()
     assert run.places == places
     if reason is not None:
-        assert (run.events_of("epoch")[0]["reason"], run.end) == (reason, None)
+        assert (run.generation, run.events_of("epoch")[0]["reason"], run.end) == (1, reason, None)
     else:
         assert run.end is not None
         assert (run.end.state, run.end.exit_code, run.end.how, run.end.at_most) == ("failed", 3, "unfit", None)
@@ -124,6 +124,7 @@ def test_a_generation_that_ranks_were_fenced_with_is_not_used_again(newest: int,
     run.lose("a", 1)
     run.tick()
     assert run.generation == generation + 1
+    assert run.fenced == [generation, generation + 1]
 
 
 # ---- later memberships -----------------------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ def fail(run: PureRun, host: str, slot: int, *, is_replaced: bool = True) -> Non
         ({"a": 3, "b": 2}, {"a": 2}, "b", "a0 a1 a2"),  # too few
         ({"a": 2, "b": 2, "c": 1}, {}, "b", "a0 a1 c0"),
         ({"a": 2, "b": 2, "c": 2}, {}, "c", "a0 a1 b0 b1"),
+        ({"a": 2, "b": 2, "c": 1, "d": 4}, {}, "b", "a0 a1 c0 d0"),
     ],
 )
 def test_ranks_of_a_lost_host_go_to_other_hosts(
@@ -159,7 +161,7 @@ def test_ranks_of_a_lost_host_go_to_other_hosts(
 
 
 def test_a_slot_in_quarantine_loses_its_rank_and_takes_no_other() -> None:
-    run = PureRun({"a": 6})
+    run = PureRun({"a": 7})
     run.start()
     for suspect in (1, 4):  # the rank that is in this slot
         rank = run.places.split().index(f"a{suspect}")
@@ -172,10 +174,81 @@ def test_a_slot_in_quarantine_loses_its_rank_and_takes_no_other() -> None:
         run.ready()
         run.advance(9 + suspect)
     assert run.places == "a0 a5 a2 a3"
-    run.fill("a", 1, 5000)
-    fail(run, "a", 3, is_replaced=False)
-    run.pass_time(REPLACE_S + 1.0)
-    assert run.places == "a0 a2 a5", "neither of the two in quarantine is used"
+    for slot, is_replaced, places in ((0, True, "a0 a5 a2 a3"), (3, False, "a0 a5 a2 a6"), (6, False, "a0 a2 a5")):
+        fail(run, "a", slot, is_replaced=is_replaced)
+        run.pass_time(0.0 if is_replaced else REPLACE_S + 1.0)
+        assert run.places == places, "neither of the two in quarantine is used"
+        run.ready()
+        run.advance(run.state.saved.best_step + 1)
+
+
+def test_a_rank_whose_process_is_replaced_stays_where_it_is_though_other_slots_are_free() -> None:
+    run = PureRun({"a": 4, "b": 4})
+    run.start()
+    fail(run, "a", 2)
+    assert (run.generation, run.places) == (2, "a0 a1 a2 a3")
+
+
+def test_a_host_that_has_just_hung_up_may_come_back_before_its_ranks_go_elsewhere() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2})
+    run.start()
+    run.hang_up("b")
+    fail(run, "a", 1)
+    assert (run.generation, run.places) == (1, "a0 a1 b0 b1")
+    run.pass_time(1.25)
+    assert (run.generation, run.places) == (2, "a0 a1 c0 c1")
+
+
+def test_slots_of_a_host_are_taken_in_their_order_whenever_their_processes_started() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2})
+    run.start()
+    run.lose("c", 0)
+    run.hang_up("b")
+    run.pass_time(2.0)
+    assert run.places == "a0 a1 c0 c1"
+
+
+def test_a_bad_host_takes_no_rank_of_a_lost_one() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2, "d": 2})
+    run.join("a", "b", "d")
+    run.join("c", problems=["c: its disk is full"])
+    run.tick()
+    run.ready()
+    run.advance(7)
+    run.hang_up("b")
+    run.pass_time(2.0)
+    assert run.places == "a0 a1 d0 d1"
+
+
+def test_under_shrink_ranks_whose_processes_live_are_kept() -> None:
+    run = PureRun({"a": 4}, recovery="shrink")
+    run.start()
+    for slot in range(4):
+        run.hear("a", "left", slot=slot, epoch=1, step=7, why="RuntimeError: Connection reset by peer")
+    run.pass_time(1.0)
+    assert (run.generation, run.places) == (2, "a0 a1 a2 a3")
+
+
+def test_the_only_host_is_waited_for_and_its_new_agent_makes_the_next_membership() -> None:
+    run = PureRun({"a": 4})
+    run.start()
+    run.hang_up("a")
+    run.pass_time(30.0)
+    assert (run.generation, run.end) == (1, None)
+    run.pids["a"] = {slot: 3000 + slot for slot in range(4)}
+    run.join("a", knows=False)
+    run.tick()
+    assert (run.generation, run.state.saved.pids) == (2, (3000, 3001, 3002, 3003))
+
+
+def test_what_is_said_to_all_hosts_is_a_sign_of_life() -> None:
+    run = PureRun({"a": 4})
+    run.join("a")
+    run.pass_time(0.25)
+    assert run.state.sign_s == run.now_s + 0.25, "they have just been told of a membership"
+    run.now_s += 0.125
+    run.ready()
+    assert run.state.sign_s == run.now_s + 0.25, "and to go"
 
 
 def test_hosts_whose_ranks_stay_hear_only_that() -> None:
@@ -275,33 +348,103 @@ def test_a_member_lost_while_it_leaves_the_membership_before_is_replaced_in_its_
     assert (run.generation, run.last("a", "go")["epoch"]) == (2, 2)
 
 
-@pytest.mark.parametrize("recovery", ["auto", "shrink"])
-def test_a_member_lost_while_it_leaves_is_waited_for_where_lost_ranks_are_replaced(recovery: str) -> None:
-    run = PureRun({"a": 4}, recovery=recovery)
+def test_a_member_lost_while_it_leaves_is_waited_for_no_longer_than_for_any_process() -> None:
+    run = PureRun({"a": 4})
     run.start()
-    fail(run, "a", 2, is_replaced=False)
-    if recovery == "auto":
-        run.pass_time(REPLACE_S + 0.25)
-    assert (run.generation, run.places) == (2, "a0 a1 a3")
+    fail(run, "a", 2)
     leave_late(run, 0, is_replaced=False)
-    run.ready()
-    if recovery == "auto":
-        run.pass_time(REPLACE_S)
-        assert run.generation == 2
+    leave_late(run, 1, is_replaced=False)
+    run.pass_time(REPLACE_S)
+    assert (run.generation, len(run.state.replacing), len(run.state.failures)) == (2, 2, 0)
+    run.fill("a", 1, 1500)  # too late: another membership is needed anyway
+    run.pass_time(0.25)
+    assert (run.events_of("replacement"), "seat" in run.kinds("a")) == ([], False)
+    run.pass_time(REPLACE_S + 1.0)
+    assert (run.generation, run.places, len(run.events_of("incident"))) == (3, "a1 a2 a3", 1)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_under_shrink_a_member_lost_while_it_leaves_is_done_without(is_replaced: bool) -> None:
+    run = PureRun({"a": 4}, recovery="shrink")
+    run.start()
+    fail(run, "a", 2)
+    assert run.places == "a0 a1 a3"
+    leave_late(run, 0, is_replaced=is_replaced)
     run.pass_time(0.5)
-    run.pass_time(REPLACE_S if recovery == "auto" else 0.0)
     assert (run.generation, run.places, len(run.events_of("incident"))) == (3, "a1 a3", 1)
+    assert run.events_of("replacement") == []
+
+
+def test_a_member_is_not_replaced_on_a_host_that_hung_up_until_it_is_back() -> None:
+    run = PureRun({"a": 4})
+    run.start()
+    fail(run, "a", 2)
+    run.lose("a", 0, leaving=True, kind="Silence", signal=0)
+    run.hang_up("a")
+    run.pass_time(0.5)
+    assert run.events_of("replacement") == []
+    run.join("a")
+    run.tick()
+    assert [one["rank"] for one in run.events_of("replacement")] == [0]
+
+
+def test_a_member_is_not_replaced_on_a_bad_host() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2})
+    run.start()
+    fail(run, "a", 1)
+    run.hear("b", "unfit", epoch=2, problems=["b: its disk is full"])
+    run.lose("b", 0, leaving=True, kind="Silence", signal=0)
+    run.pass_time(2 * REPLACE_S)
+    assert (run.events_of("replacement"), run.places) == ([], "a0 a1 c0 c1")
+
+
+def test_a_bad_host_is_replaced_by_another_before_the_members_go() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2})
+    run.join("a", "b", "c")
+    run.tick()
+    run.hear("b", "unfit", epoch=1, problems=["b: its disk is full"])
+    run.tick()
+    assert (run.generation, run.places) == (2, "a0 a1 c0 c1")
+    assert run.events_of("epoch")[-1]["reason"] == "without host b: failed the preflight"
+
+
+@pytest.mark.parametrize(("recovery", "waits_s"), [("auto", TIMEOUT_S), ("replace", TIMEOUT_S), ("shrink", 0.0)])
+def test_slots_that_may_come_back_are_waited_for_only_for_a_time(recovery: str, waits_s: float) -> None:
+    run = PureRun({"a": 2, "b": 2}, recovery=recovery)
+    run.join("a", "b")
+    run.tick()
+    run.hang_up("a")
+    run.connect("a")  # and does not say which processes it has
+    run.hear("b", "unfit", epoch=1, problems=["b: its disk is full"])
+    run.tick()
+    if waits_s:
+        assert run.end is None
+        run.pass_time(waits_s)
+        assert run.end is None
+        run.pass_time(0.25)
+    assert run.end is not None
+    assert (run.end.how, run.end.generation) == ("unfit", 1)
+
+
+def test_a_bad_host_ends_a_run_at_once_that_may_not_go_on_with_fewer_ranks() -> None:
+    run = PureRun({"a": 2, "b": 2}, recovery="replace")
+    run.join("a", "b")
+    run.tick()
+    run.hear("b", "unfit", epoch=1, problems=["b: its disk is full"])
+    run.tick()
+    assert run.end is not None
+    assert (run.end.how, run.end.message) == ("unfit", "a host failed its preflight\n  b: its disk is full")
 
 
 def test_a_bad_host_is_left_out_before_the_members_go() -> None:
-    run = PureRun({"a": 2, "b": 1, "c": 1})
-    run.join("a", "b", "c")
+    run = PureRun({"a": 1, "b": 1, "c": 1, "d": 1})
+    run.join("a", "b", "c", "d")
     run.tick()
-    for host in "bc":
+    for host in "dbc":
         run.hear(host, "unfit", epoch=1, problems=[f"{host}: its disk is full"])
     run.tick()
-    assert (run.generation, run.places) == (2, "a0 a1")
-    assert run.events_of("epoch")[-1]["reason"] == "without hosts b, c: failed the preflight"
+    assert (run.generation, run.places) == (2, "a0")
+    assert run.events_of("epoch")[-1]["reason"] == "without hosts b, c, d: failed the preflight"
     assert run.events_of("incident") == []
 
 
@@ -448,6 +591,18 @@ def test_what_came_after_a_state_that_was_sound_is_not_restored(on_disk: tuple[i
     assert (go["restore"], go["at_most"], run.state.saved.step) == (None, 8, step)
 
 
+def test_ranks_meet_at_the_host_of_the_first_and_time_their_steps_anew() -> None:
+    run = PureRun({"a": 1, "b": 3})
+    run.start()
+    run.pass_time(2.0)
+    run.advance(8)
+    assert (run.last("b", "go")["store"], run.state.step_s) == (["at-a", 7000], 2.0)
+    fail(run, "b", 1)
+    run.now_s += 0.5
+    run.ready()
+    assert (run.state.step_s, run.state.stepped_s) == (0.0, run.now_s)
+
+
 def test_a_run_began_when_its_first_membership_went() -> None:
     run = PureRun({"a": 4})
     run.start()
@@ -520,6 +675,11 @@ def test_of_collectives_that_ranks_were_in_the_rarest_are_kept(
     run.ready()
     assert run.evidence[-1] == evidence
     assert list(run.evidence[-1]) == sorted(evidence)
+    run.collectives = {}
+    run.advance(9)
+    fail(run, "b", 1)
+    run.ready()
+    assert run.evidence[-1] == {}, "each generation leaves its own"
 
 
 def test_a_run_is_marked_as_running_with_its_ranks_when_they_go() -> None:
@@ -575,6 +735,24 @@ def test_a_slot_that_goes_away_again_begins_its_second_anew() -> None:
     run.pass_time(1.0)
     assert "reform" not in run.kinds("a")
     run.pass_time(0.5)
+    assert run.kinds("a")[-1] == "reform"
+
+
+def test_slots_that_make_no_larger_layout_are_no_reason_to_grow() -> None:
+    planned = replace(data_layout(4), data=2, shard=2, tensor=2, accumulation=6)
+    run = PureRun({"a": 4}, planned=planned)
+    run.start()
+    run.lose("a", 3, is_replaced=False)
+    fail(run, "a", 2, is_replaced=False)
+    run.pass_time(REPLACE_S + 0.5)
+    assert run.places == "a0 a1"
+    run.ready()
+    run.advance(9)
+    run.fill("a", 2, 1200)
+    run.pass_time(5.0)
+    assert "reform" not in run.kinds("a")
+    run.fill("a", 3, 1300)
+    run.pass_time(1.5)
     assert run.kinds("a")[-1] == "reform"
 
 
