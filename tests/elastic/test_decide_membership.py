@@ -199,6 +199,17 @@ def test_a_host_that_has_just_hung_up_may_come_back_before_its_ranks_go_elsewher
     assert (run.generation, run.places) == (2, "a0 a1 c0 c1")
 
 
+def test_a_host_that_hangs_up_when_all_form_again_keeps_no_rank_where_another_is_free() -> None:
+    run = PureRun({"a": 2, "b": 2, "c": 2})
+    run.start()
+    for host in "ab":
+        for slot in (0, 1):
+            run.hear(host, "left", slot=slot, epoch=1, step=8, state="reform", why="")
+    run.hang_up("b")
+    run.tick()
+    assert (run.generation, run.places) == (2, "a0 a1 c0 c1")
+
+
 def test_slots_of_a_host_are_taken_in_their_order_whenever_their_processes_started() -> None:
     run = PureRun({"a": 2, "b": 2, "c": 2})
     run.start()

@@ -202,6 +202,23 @@ def test_with_a_second_replica_lost_everything_is_rebuilt() -> None:
     assert (play.state.saved.absent, play.state.saved.round) == ((), 0)
 
 
+def test_a_replica_that_was_being_built_when_everything_was_rebuilt_can_be_left_out_again() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 1
+    play.lose(5)
+    play.tick(1.0)
+    play.ready()
+    play.step(4)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, ())
+    play.tick(3.0)
+    play.lose(3)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, (1,))
+    play.lose(2)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 2
+
+
 def test_a_rank_lost_while_its_replica_is_built_disturbs_nobody() -> None:
     play = Play()
     play.lose(3)

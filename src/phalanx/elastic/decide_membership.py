@@ -408,7 +408,7 @@ def regrow(decision: Decision) -> None:
     better = None
     if state.num_usable > membership.world:
         better = next_membership(
-            generation=state.saved.generation + 1,
+            generation=membership.generation,
             planned=wanted,
             sequences=state.job.batch.global_sequences,
             reproducible=state.job.numerics.reproducible,
