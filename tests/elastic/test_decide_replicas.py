@@ -202,6 +202,23 @@ def test_with_a_second_replica_lost_everything_is_rebuilt() -> None:
     assert (play.state.saved.absent, play.state.saved.round) == ((), 0)
 
 
+def test_a_replica_that_was_being_built_when_everything_was_rebuilt_can_be_left_out_again() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 1
+    play.lose(5)
+    play.tick(1.0)
+    play.ready()
+    play.step(4)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, ())
+    play.tick(3.0)
+    play.lose(3)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, (1,))
+    play.lose(2)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 2
+
+
 def test_a_rank_lost_while_its_replica_is_built_disturbs_nobody() -> None:
     play = Play()
     play.lose(3)
@@ -279,6 +296,7 @@ def test_a_lost_host_is_left_out_and_its_replica_built_on_a_spare_one() -> None:
     rejoin = play.last("rejoin")
     assert (rejoin["slots"], rejoin["ranks"]) == ([0, 1], {"0": 2, "1": 3})
     assert [host for host, kind in play.told if kind == "rejoin"] == ["s"]
+    assert rejoin["digest"] == play.state.membership.digest
     assert play.state.membership.ranks_on("s") == {0: 2, 1: 3}
     assert play.state.membership.ranks_on("b") == {}
     play.hear("ready", host="s", epoch=1, ports={0: [7200, 1], 1: [7201, 1]}, held=[])
@@ -334,7 +352,7 @@ def test_without_a_spare_host_the_job_shrinks_at_the_end_of_a_step() -> None:
     for step in range(4, 20):
         play.tick(0.9)
         play.step(step)
-        assert ("reform" in [one["kind"] for one in play.sent]) == (play.now_s - short_s >= 10.0)
+        assert [one["kind"] for one in play.sent].count("reform") == (play.now_s - short_s >= 10.0)
     for host in "ac":
         for slot in (0, 1):
             play.hear("left", host=host, slot=slot, epoch=1, step=20, state="reform", why="")
@@ -374,6 +392,146 @@ def test_nobody_is_taken_in_by_those_who_are_asked_to_stop() -> None:
     play.tick()
     play.tick(3.0)
     assert not {"rejoin", "clear"} & {one["kind"] for one in play.sent[before:]}
+
+
+def done(play: Play, *slots: int) -> None:
+    for slot in slots:
+        play.hear("left", slot=slot, epoch=play.state.saved.generation, step=9, state="done", why="")
+    for _ in range(3):
+        play.tick(0.3)
+
+
+@pytest.mark.parametrize(
+    ("slots", "is_over"),
+    [((0, 1), False), ((0, 1, 4, 5), True), ((0, 1, 2, 4), False), ((0, 1, 2, 4, 5), True)],
+)
+def test_the_end_waits_for_all_but_a_replica_that_was_just_taken_in(slots: tuple[int, ...], is_over: bool) -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    done(play, *slots)
+    assert play.state.is_over == is_over
+
+
+def lose_process(play: Play, slot: int, *, is_replaced: bool = True, **failure: Any) -> None:
+    """A process ends with a failure of some kind."""
+    told = {name: getattr(by_signal(slot, 3, 9), name) for name in by_signal(slot, 3, 9).__dataclass_fields__}
+    pid, play.pids[slot] = play.pids[slot], play.pids[slot] + 100
+    play.hear("lost", slot=slot, pid=pid, epoch=play.state.saved.generation, failure=told | failure)
+    if is_replaced:
+        play.hear("up", slots={slot: play.pids[slot]})
+    play.tick()
+
+
+def test_a_replica_taken_in_before_everything_was_rebuilt_is_waited_for_like_any_other() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    lose_process(play, 0, kind="Astray")
+    play.tick()
+    assert play.state.saved.generation == 2
+    play.ready()
+    play.step(4)
+    done(play, 0, 1, 4, 5)
+    assert not play.state.is_over
+
+
+# ---- where a replica is not left out ---------------------------------------------------------------------------------
+
+
+def test_a_job_that_rebuilds_leaves_no_replica_out() -> None:
+    play = Play(on_loss="rebuild")
+    play.lose(3)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, ())
+
+
+def test_ranks_that_are_asked_to_stop_leave_no_replica_out() -> None:
+    play = Play()
+    play.hear("stop", count=1)
+    play.lose(3)
+    assert (play.state.saved.generation, play.state.saved.absent) == (2, ())
+
+
+def test_a_rank_lost_before_the_members_go_makes_another_membership() -> None:
+    play = Play()
+    lose_process(play, 0, kind="Astray")
+    play.tick()
+    assert play.state.saved.forming
+    lose_process(play, 3)
+    play.tick()
+    assert (play.state.saved.generation, play.state.saved.absent) == (3, ())
+
+
+def test_a_mistake_of_the_user_is_no_reason_to_leave_a_replica_out() -> None:
+    play = Play()
+    lose_process(play, 3, kind="UserError", message="data: is cut", signal=0, exit_code=2)
+    play.tick(1.0)
+    assert (play.state.is_over, play.state.saved.absent) == (True, ())
+
+
+def test_a_rank_that_gave_up_in_the_lost_replica_is_left_out_with_it() -> None:
+    play = Play()
+    play.hear("left", slot=2, epoch=1, step=3, why="connection lost")
+    play.lose(3)
+    for _ in range(4):
+        play.tick(0.5)
+    assert (play.state.saved.generation, play.state.saved.absent) == (1, (1,))
+
+
+# ---- while a replica is built ----------------------------------------------------------------------------------------
+
+
+def test_a_replica_begins_when_there_is_a_process_in_each_of_its_slots() -> None:
+    play = Play()
+    lose_process(play, 3, is_replaced=False)
+    lose_process(play, 2)
+    play.tick(1.0)
+    assert "rejoin" not in [one["kind"] for one in play.sent]
+    play.hear("up", slots={3: play.pids[3]})
+    play.tick()
+    assert play.last("rejoin")["slots"] == [2, 3]
+    assert "digest" not in play.last("rejoin"), "its ranks are where they were"
+    assert play.state.saved.pids == tuple(play.pids.values())
+    assert [kind for _, kind in play.told].count("form") == 1, "its host knows the membership"
+
+
+def test_a_replica_goes_when_all_its_ranks_are_ready_and_comes_in_when_all_are_built() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    orders = [one["kind"] for one in play.sent].count("go")
+    play.hear("ready", epoch=1, ports={2: [7102, 8002]}, held=[])
+    play.tick()
+    assert [one["kind"] for one in play.sent].count("go") == orders
+    play.ready(door=7100)
+    assert [one["kind"] for one in play.sent].count("go") == orders + 1
+    play.hear("built", epoch=1, slot=2)
+    play.connect()
+    assert play.state.saved.absent == (1,)
+    play.hear("built", epoch=1, slot=3)
+    play.tick()
+    assert play.state.saved.absent == ()
+
+
+def test_a_rank_lost_while_its_replica_is_built_makes_the_replica_begin_again() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 1
+    play.tick(3.0)
+    play.lose(2)
+    play.tick(3.0)
+    assert play.last("clear")["slots"] == [3]
+    play.lose(3)
+    assert [one["kind"] for one in play.sent].count("rejoin") == 2
+
+
+def test_replicas_may_meet_later_where_one_that_was_built_again_listens() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    play.lose(0)
+    assert (play.last("regroup")["present"], play.last("regroup")["store"]) == ([1, 2], ["127.0.0.1", 7102])
 
 
 # ---- which spare slots a replica moves to ----------------------------------------------------------------------------

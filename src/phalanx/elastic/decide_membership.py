@@ -42,19 +42,18 @@ def await_hosts(decision: Decision) -> None:
     waited_s = decision.now_s - state.began_s
     if state.num_usable >= wanted and (
         # Else the first host to come would run in its spare slots what others are to run, and hold all copies itself.
-        not state.settings.first_spare
-        or (have_all_arrived and state.num_here >= state.settings.num_hosts)
+        (have_all_arrived and state.num_here >= state.settings.num_hosts)
         or sum(not state.is_spare(place) for place in state.living_slots()) >= wanted
         or waited_s > min(patience_s, SPREAD_S)
     ):
         form(decision, "start")
         return
     if state.bad_hosts and have_all_arrived:
-        if not form(decision, "some hosts failed their preflight", as_planned=False):
+        if not form(decision, "some hosts failed their preflight"):
             end_unfit(decision)
     elif waited_s > patience_s:
         several = len(state.host_order) > 1
-        if several and form(decision, "some hosts did not arrive", as_planned=False):
+        if several and form(decision, "some hosts did not arrive"):
             return
         here = ", ".join(name for name in state.host_order if name in state.hosts) or "no host"
         message = (
@@ -65,14 +64,11 @@ def await_hosts(decision: Decision) -> None:
         decision.end_run(end)
 
 
-def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
-    """Announce the next generation; False when there is no membership for the slots that live.
-
-    The very first is as planned, unless `as_planned` says that enough was waited for that.
-    """
+def form(decision: Decision, reason: str) -> bool:
+    """Announce the next generation; False when there is no membership for the slots that live."""
     state = decision.state
     before = state.saved.membership
-    policy = state.job.fault.recovery if before is not None or not as_planned else "replace"
+    policy = state.job.fault.recovery
     generation = max(state.saved.generation, state.settings.newest_generation) + 1
     planned = state.settings.layout_at(state.saved.step)
     membership: Membership | None = None
@@ -183,7 +179,7 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
         else:
             shares[name] = membership.share_of(name)
     decision.send_all(tuple(shares), summary, shares)
-    if same and before is not None:
+    if before is not None:
         decision.send_all(same, {**summary, "same_as": [before.generation, before.digest]})
 
 
@@ -195,11 +191,7 @@ def _replace_lost_slots(state: CoordinatorState, before: Membership, generation:
     quarantined = state.saved.quarantined
     lost = {rank for place in quarantined if (rank := before.rank_at(place)) is not None}
     others: list[HostSlot] = []
-    usable = {
-        name: host
-        for name, host in state.hosts.items()
-        if host.has_status and host.gone_s is None and not host.problems
-    }
+    usable = {name: host for name, host in state.hosts.items() if host.is_here and not host.problems}
     formed_with = _formed_with(state)
     for name in before.hosts:
         host = usable.get(name)
@@ -352,7 +344,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
     state.awaited_restore = step  # ranks report what they really restored: copies and checkpoints may be damaged
-    shares = {name: {"peers": peers} for name, peers in state.saved.peers.items() if peers}
+    shares = {name: {"peers": peers} for name, peers in state.saved.peers.items()}
     decision.send_all(membership.hosts, go, shares)
     decision.send_all([name for name in state.hosts if not membership.has_host(name)], go)
     decision.count_as_sign(sign_every_s(len(known)))
@@ -416,7 +408,7 @@ def regrow(decision: Decision) -> None:
     better = None
     if state.num_usable > membership.world:
         better = next_membership(
-            generation=state.saved.generation + 1,
+            generation=membership.generation,
             planned=wanted,
             sequences=state.job.batch.global_sequences,
             reproducible=state.job.numerics.reproducible,

@@ -32,8 +32,7 @@ def excuse_own_pause(decision: Decision) -> None:
         state.own_pauses = (*state.own_pauses, (now, decision.heard_s))
         while len(state.own_pauses) > MOST_PAUSES and now - state.own_pauses[1][0] > _unexcused_after_s(state):
             state.own_pauses = state.own_pauses[1:]
-        if len(state.own_pauses) >= MOST_PAUSES:
-            state.check_hosts_s = -1e9
+        state.check_hosts_s = -inf
 
 
 def _unexcused_after_s(state: CoordinatorState) -> float:
@@ -46,7 +45,7 @@ def give_up_hosts(decision: Decision) -> None:
     state, now = decision.state, decision.now_s
     if now > state.check_hosts_s:
         _give_up_silent_hosts(decision)
-    if state.takes_over and state.saved.membership is not None:
+    if state.takes_over:
         patience_s = RECONNECT_S if state.failures or state.left else TAKE_OVER_S
         # As long as hosts come, others may be under way: thousands cannot come at once.
         is_waiting = now - max(state.began_s, state.arrived_s) < patience_s
@@ -75,14 +74,14 @@ def _give_up_silent_hosts(decision: Decision) -> None:
     for name, host in state.hosts.items():
         silent = now - excused_s - host.heard_s > dead_after_s or host.heard_s < unexcused_s
         gone_s = host.gone_s
-        if silent or (gone_s is not None and (now - excused_s - gone_s > RECONNECT_S or gone_s < unexcused_s)):
+        if silent or (gone_s is not None and now - excused_s - gone_s > RECONNECT_S):
             decision.drop_host(name)
-            _lose_host(
-                decision, name, "stopped sending heartbeats" if silent else "is lost: its agent closed the connection"
-            )
+            has_hung_up = gone_s is not None
+            reason = "is lost: its agent closed the connection" if has_hung_up else "stopped sending heartbeats"
+            _lose_host(decision, name, reason)
             continue
         due_s = host.heard_s + excused_s + dead_after_s
-        until_s = min(until_s, due_s if host.gone_s is None else min(due_s, host.gone_s + excused_s + RECONNECT_S))
+        until_s = min(until_s, due_s if gone_s is None else min(due_s, gone_s + excused_s + RECONNECT_S))
     state.check_hosts_s = until_s
 
 
