@@ -7,8 +7,8 @@ over TLS on the loopback. The drill trains its run without lies again for each k
 in the same exchange share it. Two more runs are compared: all peers honest to the end, and the honest ones alone.
 
 A model of one layer (107,000 weights) on the text of docs/, 160 steps of 96 sequences of 64 tokens: 32 synchronous
-ones, then an exchange every 8 steps. Liars lie in every exchange of weights from `--step` on. Losses are of 512 held-out
-sequences; the error is that of the paired difference.
+ones, then an exchange every 8 steps. Liars lie in every exchange of weights from `--step` on. Losses are of 512
+held-out sequences; the error is that of the paired difference.
 """
 
 from __future__ import annotations
