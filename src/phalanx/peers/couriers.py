@@ -47,17 +47,19 @@ class Courier:
                 if link is not None and found is not link:
                     raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
                 link = found
+                # Bytes count when they are handed over: the round may be committed before `send` returns.
                 # Values of a direct exchange are needed alike; those for the other's share let it sum.
                 if self._means and not (self._is_direct and pieces):
                     start = self._means.popleft()
                     data = attempt.encode_piece(start) if self._is_direct else attempt.mean_for(self._peer, start)
                     self._means_left -= 1
+                    attempt.bytes_sent += len(data)
                     await link.send(MeanChunk(key=attempt.plan.key, start=start), data)
                 else:
                     start = pieces.popleft()
                     data = attempt.encode_piece(start)
+                    attempt.bytes_sent += len(data)
                     await link.send(UpdateChunk(key=attempt.plan.key, start=start), data)
-                attempt.bytes_sent += len(data)
         except (OSError, TimeoutError) as error:
             self._failed(self._peer, str(error) or "no connection in time")
 
