@@ -20,7 +20,7 @@ MIN_ACCUSERS = 2  # with two peers, neither can show that the other lies
 # One of so many judged rounds keeps contributions apart although no harm was found. The interval is shorter at first:
 # one liar among four peers that sent noise through seven of twelve rounds cost 0.12 nats.
 AUDIT_EVERY = 8
-# At the start, and after an exclusion: a peer that learnt from wrong labels cost 0.03 nats per round that it stayed.
+# At the start, and after an exclusion: keeping a peer that learnt from wrong labels one round longer cost 0.03 nats.
 FIRST_AUDITS = 4
 WARY_ROUNDS = 8  # rounds with contributions kept apart, after a harmful round was harmless when repeated
 
@@ -42,7 +42,7 @@ class RoundTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """A member's judgement of a round. `harms` is None if it could not be judged; `accused` holds the reasons by peer."""
+    """A member's judgement of a round: `harms` is None if it could not be judged, `accused` holds reasons by peer."""
 
     harms: bool | None = None
     accused: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""The state for a newcomer: a list of tensors with digests, then their bytes; from the nearest peer that has it."""
+"""Transfer of the training state to a newcomer: a list of tensors with digests, then their bytes, from the nearest
+peer.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,29 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 2**20
-STALL_S = 30.0  # without a block, after which another peer is asked
-# A name is a key, never a path: no root, no way up, nothing that a shell or a terminal reads otherwise.
+STALL_S = 30.0  # time without a block after which another peer is asked
+# Names become keys, never paths: no absolute or parent path, no character with a meaning in shells or terminals.
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,299}")
 
 
 class BadState(Exception):
-    """A peer's state is not what it said, or cannot be."""
+    """A peer's state differs from its announcement, or is impossible."""
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a name can be a tensor's.
+    """Return True for a valid name of a tensor.
 
     >>> [is_tensor_name(one) for one in ("layers.0/w", "../x", "/etc/passwd", "a//b", "")]
     [True, False, False, False, False]
     """
-    parts = name.split("/")
-    return bool(TENSOR_NAME.fullmatch(name)) and all(part not in ("", ".", "..") for part in parts)
+    pieces = name.split("/")
+    return bool(TENSOR_NAME.fullmatch(name)) and all(piece not in ("", ".", "..") for piece in pieces)
 
 
 async def serve_state_to(
     connection: PeerConnection, provider: Callable[[], PeerState | None] | None, served: Callable[[str, int], None]
 ) -> None:
-    """Answer one newcomer."""
+    """Send the state to one newcomer; `served` is called with its id and the bytes sent."""
     request, _ = await asyncio.wait_for(connection.receive(), STALL_S)
     if not isinstance(request, StateRequest):
         raise ValueError("no request for the state")
@@ -67,7 +69,7 @@ async def serve_state_to(
 
 
 def describe_state(state: PeerState) -> list[TensorFacts]:
-    """Names, sizes and digests; raises ValueError for a name that no newcomer would take."""
+    """Return names, sizes and digests of a state's tensors; raises ValueError for a name that newcomers would refuse."""
     if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
         raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
     return [
@@ -77,7 +79,10 @@ def describe_state(state: PeerState) -> list[TensorFacts]:
 
 
 def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | None) -> int:
-    """Bytes of a state that is offered; raises BadState unless it is what `most_bytes` allows, where that is known."""
+    """Return the size in bytes of an offered state; raises BadState unless it fits `most_bytes`, sizes by name.
+
+    With `most_bytes` None, only names and the total size are checked.
+    """
     names, total = {fact.name for fact in facts}, sum(fact.size for fact in facts)
     if len(names) != len(facts) or total > MOST_STATE_BYTES:
         raise BadState("its list of tensors is impossible")
@@ -85,8 +90,8 @@ def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | 
         raise BadState(f"{wrong[0]!r} is not a name for a tensor")
     if most_bytes is None:
         return total
-    if other := sorted(names ^ set(most_bytes)):
-        raise BadState(f"its tensors are not those of this job ({other[0]} is in one of them alone)")
+    if differing := sorted(names ^ set(most_bytes)):
+        raise BadState(f"its tensors are not those of this job ({differing[0]} is in one of them alone)")
     for fact in facts:
         if fact.size > most_bytes[fact.name]:
             raise BadState(f"{fact.name} has {fact.size:,} bytes, in this job at most {most_bytes[fact.name]:,}")
@@ -94,17 +99,23 @@ def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | 
 
 
 async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -> int:
-    """The newest state of the nearest peer; the next is asked where one fails."""
+    """Fetch the newest state from the nearest peer, and from the next one where a peer fails; return its round number.
+
+    Raises SystemFailure after three passes over all members.
+    """
     tried: dict[str, str] = {}
     for _ in range(3):
-        members = [one for one in node.view.members if one.id != node.me and not one.client_only]
-        nearest = sorted(members, key=lambda one: (one.id in node.syncing, node.latency_s.get(one.id, 1e9), one.id))
+        members = [member for member in node.view.members if member.id != node.me and not member.client_only]
+        nearest = sorted(
+            members, key=lambda member: (member.id in node.syncing, node.latency_s.get(member.id, 1e9), member.id)
+        )
         for member in nearest:
             try:
                 address = node.links.address_of(member)
                 connection = await node.transport.dial(address, "state", peer=member.id)
                 try:
-                    # Rounds may be committed meanwhile; older than the last ones that members keep is of no use.
+                    # Rounds may be committed during the transfer. Members keep the results of the last rounds only
+                    # (`rounds.KEPT_ROUNDS`), so an older state is useless.
                     number, size = await _receive_state(
                         connection,
                         into,
@@ -131,7 +142,8 @@ async def _receive_state(
     most_bytes: Mapping[str, int] | None,
 ) -> tuple[int, int]:
     await connection.send(StateRequest())
-    answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
+    # Four times the usual time: the peer computes the digests of its whole state first.
+    answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)
     if isinstance(answer, ResultForgotten):
         raise BadState("it has no state to give")
     if not isinstance(answer, Manifest):
@@ -146,7 +158,7 @@ async def _receive_state(
         data = bytearray()
         while len(data) < fact.size:
             block, more = await asyncio.wait_for(connection.receive(), STALL_S)
-            # Whole blocks: else one byte in half a minute would be progress.
+            # Full blocks only; otherwise one byte in half a minute would count as progress.
             if not isinstance(block, StateBlock) or len(more) != min(BLOCK_BYTES, fact.size - len(data)):
                 raise BadState("it sent other bytes than it announced")
             data += more
