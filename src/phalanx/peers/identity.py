@@ -39,7 +39,7 @@ class PeerIdentity:
         check_name(name)
         x509, ec, hashes, serialization = _cryptography()
         key = ec.generate_private_key(ec.SECP256R1())
-        # Two peers may have the same name but not the same subject, or one certificate would be taken for another's issuer.
+        # Two peers may share a name but not a subject: one certificate would be taken for the other's issuer.
         common = x509.NameAttribute(x509.NameOID.COMMON_NAME, name)
         serial = x509.NameAttribute(x509.NameOID.SERIAL_NUMBER, secrets.token_hex(16))
         subject = x509.Name([common, serial])

@@ -69,7 +69,9 @@ async def serve_state_to(
 
 
 def describe_state(state: PeerState) -> list[TensorFacts]:
-    """Return names, sizes and digests of a state's tensors; raises ValueError for a name that newcomers would refuse."""
+    """Return names, sizes and digests of a state's tensors; raises ValueError for a name that `is_tensor_name`
+    refuses.
+    """
     if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
         raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
     return [

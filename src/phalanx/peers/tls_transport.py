@@ -42,7 +42,7 @@ FACT_FIXES = {
 
 
 class NoWelcomeError(ConnectionResetError):
-    """A peer with a trusted key ended the connection before its welcome: it does not trust this key, or has just died."""
+    """A peer with a trusted key ended the connection before its welcome: it does not trust this key, or just died."""
 
 
 class PeerTransport:

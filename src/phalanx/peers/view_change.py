@@ -74,7 +74,7 @@ class ViewKeeper:
         return may_decide(self._node.view.ids, present, self._node.revoked)
 
     async def look_after(self, peer: str) -> None:
-        """Decide on a member whose connection has ended as soon as that is possible, without waiting for a heartbeat."""
+        """Decide on a member whose connection has ended as soon as possible, without waiting for a heartbeat."""
         node = self._node
         member = node.view.member(peer)
         if member is None or peer in node.leaving:
@@ -264,7 +264,7 @@ class ViewKeeper:
             node.joining.evicted("the others went on without this peer, as was asked for there")
 
     def install(self, proposal: NextView) -> bool:
-        """Switch to a decided view, and inform the node, its rounds and its leader; return True if this peer is in it."""
+        """Switch to a decided view, and inform node, rounds and leader; return True if this peer is in it."""
         node, before = self._node, self._node.view
         view = proposal.view
         if view.history == before.history and view.number <= before.number:
