@@ -57,8 +57,8 @@ class AllowList:
         Raises UserError for a revoked certificate, and where `owner` does not own the list.
         """
         if fingerprint_of(certificate_pem) in self.revoked:
-            what = "this certificate was revoked"
-            raise mistake("allowlist", what, fix="the peer needs a new identity and a new invitation")
+            problem = "this certificate was revoked"
+            raise mistake("allowlist", problem, fix="the peer needs a new identity and a new invitation")
         if certificate_pem in self.certificates:
             return self
         longer = replace(self, version=self.version + 1, certificates=(*self.certificates, certificate_pem))
@@ -67,18 +67,18 @@ class AllowList:
     def revoke(self, owner: PeerIdentity, fingerprint: str) -> AllowList:
         """Return the list with the peer of this fingerprint, or of this id, revoked; this cannot be undone."""
         pems = {fingerprint_of(pem): pem for pem in self.certificates}
-        known = {digest: pem for digest, pem in pems.items() if fingerprint in (digest, digest[:ID_DIGITS])}
-        if not known:
+        matches = {digest: pem for digest, pem in pems.items() if fingerprint in (digest, digest[:ID_DIGITS])}
+        if not matches:
             raise mistake("allowlist", f"{fingerprint[:64]} is nobody's fingerprint or id on the list")
-        if self.owner_fingerprint in known:
+        if self.owner_fingerprint in matches:
             raise mistake("allowlist", "the owner of a run cannot be revoked", why="nobody could sign the next list")
-        rest = tuple(pem for pem in self.certificates if pem not in known.values())
-        names = {**dict(self.revoked_names), **{digest: self.fingerprints()[digest] for digest in known}}
+        remaining = tuple(pem for pem in self.certificates if pem not in matches.values())
+        names = {**dict(self.revoked_names), **{digest: self.fingerprints()[digest] for digest in matches}}
         shorter = replace(
             self,
             version=self.version + 1,
-            certificates=rest,
-            revoked=self.revoked | set(known),
+            certificates=remaining,
+            revoked=self.revoked | set(matches),
             revoked_names=tuple(sorted(names.items())),
         )
         return shorter._signed(owner)

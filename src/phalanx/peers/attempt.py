@@ -87,7 +87,7 @@ def segment_values(codec: str, top_share: float, *, is_direct: bool = False) -> 
 def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = MOST_VALUES) -> str:
     """Return what is wrong with a received plan, or "".
 
-    `view` is None for a plan of a round of an earlier view. No vector of the run has more than `most_values` values.
+    `view` is None for a plan of an earlier view's round. No vector of the run has more than `most_values` values.
     """
     if plan.values > most_values:
         return f"it is of {plan.values:,} values, and no vector of this run has more than {most_values:,}"
@@ -382,6 +382,7 @@ class Attempt:
         return sum(len(self.segments_of(owner)) for owner in self.plan.owners)
 
     def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
+        """Compute the bytes of a segment whose updates are complete: concatenated if gathered, else the encoded mean."""
         if self._gathers:
             encoded = self._encoded.pop(start)
             data = b"".join(encoded[peer] for peer in self._counted)
@@ -401,6 +402,7 @@ class Attempt:
         return aggregate(self.plan.aggregation, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
+        """Screen every update of this member's share; raises BadUpdate."""
         for peer in sorted(self.plan.weights):
             vector = np.zeros(self.plan.values, dtype=self._value_type)
             for start, pieces in self._pieces.items():
@@ -426,6 +428,7 @@ class Attempt:
         return np.float64 if self.plan.codec == "fp64" else np.float32
 
     def _decode_pieces(self, start: int, data: bytes) -> dict[str, Vector]:
+        """Decode the concatenated updates of a gathered segment, by peer."""
         size = len(data) // len(self._counted)
         view = memoryview(data)
         return {

@@ -92,11 +92,11 @@ def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_sh
         if not nibbles[:values].all() or nibbles[values:].any():
             raise BadBytes("int4: a half byte stands for nothing")
         return _unscaled(_scales(data, blocks), nibbles[:values].astype(np.float32) - 8, INT4_BLOCK)
-    chunks, rest = divmod(values, TOP_CHUNK)
+    chunks, rest_length = divmod(values, TOP_CHUNK)
     at = encoded_bytes(codec, chunks * TOP_CHUNK, top_share)
     view = memoryview(data).cast("B")
     body = _decode_top(view[:at], chunks, TOP_CHUNK, top_share)
-    return np.concatenate([body, _decode_top(view[at:], 1 if rest else 0, rest, top_share)])
+    return np.concatenate([body, _decode_top(view[at:], 1 if rest_length else 0, rest_length, top_share)])
 
 
 class Sender:
@@ -233,6 +233,7 @@ def _largest_places(table: Float32, count: int) -> npt.NDArray[np.int64]:
 
 
 def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> Float32:
+    """Decode chunks that `_encode_top` wrote, of `length` values each; raises BadBytes."""
     if not rows:
         return np.zeros(0, dtype=np.float32)
     count = top_values(length, top_share)
@@ -242,9 +243,9 @@ def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> F
         raise BadBytes("a scale below zero")
     low, row_bits = place_bits(count, length)
     bits, at = [], SCALE_BYTES
-    for wanted in (count * low, row_bits, count * 2):
-        end = at + -(-wanted // 8)
-        bits.append(np.unpackbits(table[:, at:end], axis=1, bitorder="little")[:, :wanted])
+    for bit_count in (count * low, row_bits, count * 2):
+        end = at + -(-bit_count // 8)
+        bits.append(np.unpackbits(table[:, at:end], axis=1, bitorder="little")[:, :bit_count])
         at = end
     if np.any(bits[1].sum(axis=1, dtype=np.int64) != count):
         raise BadBytes("topk-2bit: more or fewer places than values")

@@ -59,6 +59,7 @@ class Doorway:
         self._loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
+        """Accept waiting connections; called by the event loop when the socket is readable."""
         # At most half of the places per call: a burst of new connections cannot push out those just accepted.
         for _ in range(HALF_OPEN // 2):
             try:
@@ -78,6 +79,7 @@ class Doorway:
             self._receive(sock)
 
     def _receive(self, sock: socket.socket) -> None:
+        """Start a task that serves a connection, and close the socket when the task ends."""
         has_begun = False
 
         async def run() -> None:
@@ -103,6 +105,7 @@ class Doorway:
         task.add_done_callback(end)
 
     def _send_away(self, *, keep: int) -> None:
+        """Cancel the oldest unauthenticated connections until `keep` are left."""
         while len(self._guests) > keep:
             oldest = next(iter(self._guests))
             del self._guests[oldest]

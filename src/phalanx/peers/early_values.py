@@ -77,6 +77,7 @@ class EarlyValues:
         self._trouble = self._trouble or f"the connection to {self._node.name_of(peer)} broke"
 
     def _on_failed(self, peer: str, why: str) -> None:
+        """Record a failed early send; if the attempt has begun meanwhile, report it as the attempt's failure."""
         attempt, reason = self._attempt, f"{self._node.name_of(peer)} was not reached: {why}"
         if attempt is not None:
             self._trouble = reason

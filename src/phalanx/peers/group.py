@@ -207,8 +207,8 @@ class PeerGroup:
 
     def _check_revoked(self) -> None:
         if reason := self._node.excluded.get(self._node.me):
-            what = f"this peer was excluded by a vote of the others: {reason}"
-            raise mistake(self._node.identity.name, what, fix="ask the run's owner")
+            problem = f"this peer was excluded by a vote of the others: {reason}"
+            raise mistake(self._node.identity.name, problem, fix="ask the run's owner")
         if self._node.is_revoked:
             raise mistake(self._node.identity.name, REVOKED, fix="ask for a new invitation")
 
@@ -257,13 +257,13 @@ class PeerGroup:
         return not self._node.views.is_stuck
 
     def go_on_without_lost(self) -> MemberView:
-        """Continue with the members that are left although they are no majority, and give up the lost ones.
+        """Continue with the members that remain although they are not a majority, and give up the lost ones.
 
         Only for an operator who knows that the lost members are gone. If they live on behind a broken network, they
         may continue as well, and the training of one of the two sides is lost: a lost peer that meets this side takes
         its state.
 
-        Raises UserError if a majority is present, or the members that are left do not all agree.
+        Raises UserError if a majority is present, or the remaining members do not all agree.
         """
         self._call(self._node.views.go_on_without_lost())
         return self._node.view
@@ -358,13 +358,15 @@ def _check_settings(
     if identity.fingerprint not in allowed.fingerprints():
         raise mistake(identity.name, "is not on the run's allowlist", fix="ask the run's owner for an invitation")
     if allowed.run_id != run.run_id:
-        what = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
-        raise mistake("allowlist", what, fix="take the invitation of this run")
+        problem = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
+        raise mistake("allowlist", problem, fix="take the invitation of this run")
     if bandwidth is not None and not all(0.0 < speed < MOST_MBPS for speed in (bandwidth.up_mbps, bandwidth.down_mbps)):
-        what = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
-        raise mistake("bandwidth", what, why=f"both must be above 0, or nothing can be sent, and below {MOST_MBPS:g}")
+        problem = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
+        raise mistake(
+            "bandwidth", problem, why=f"both must be above 0, or nothing can be sent, and below {MOST_MBPS:g}"
+        )
     if not 0.0 < heartbeat_s < dead_after_s:
-        what = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
-        raise mistake("sync", what, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")
+        problem = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
+        raise mistake("sync", problem, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")
     if not norm_limit > 1.0:
         raise mistake("norm_limit", f"{norm_limit:g} drops ordinary updates", fix="take 10")

@@ -135,8 +135,8 @@ class PeerIdentity:
 def check_name(name: str, *, where: str = "peer name") -> None:
     """Raises UserError for an invalid peer name: names appear in files, web pages and terminals."""
     if not NAME.fullmatch(name):
-        what = f"{name[:70]!r} is not a name for a peer"
-        raise mistake(where, what, fix="take at most 63 letters, digits, dots, dashes and underscores")
+        problem = f"{name[:70]!r} is not a name for a peer"
+        raise mistake(where, problem, fix="take at most 63 letters, digits, dots, dashes and underscores")
 
 
 def parse_certificate(certificate_pem: str, *, where: str) -> Any:
@@ -188,6 +188,6 @@ def _cryptography() -> tuple[Any, Any, Any, Any]:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
-        what = 'needs the Python package "cryptography", which is not installed'
-        raise mistake("training with peers", what, fix="pip install 'phalanx[peers]'") from error
+        problem = 'needs the Python package "cryptography", which is not installed'
+        raise mistake("training with peers", problem, fix="pip install 'phalanx[peers]'") from error
     return x509, ec, hashes, serialization

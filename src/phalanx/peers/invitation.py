@@ -68,15 +68,15 @@ class Invitation:
         except FileNotFoundError as error:
             raise mistake(where, "there is no such invitation", fix=ASK_AGAIN) from error
         except (OSError, ValueError) as error:
-            what = f"is not an invitation, or is damaged: {error}"
-            raise mistake(where, what, fix=ASK_AGAIN) from error
+            problem = f"is not an invitation, or is damaged: {error}"
+            raise mistake(where, problem, fix=ASK_AGAIN) from error
         if not isinstance(data, dict) or data.get("kind") != KIND:
             raise mistake(where, "is not an invitation", fix=ASK_AGAIN)
         listed = data.get("addresses")
         addresses = tuple(parse_wire_address(pair) for pair in listed) if isinstance(listed, list) else ()
         if not addresses or len(addresses) > MOST_ADDRESSES or None in addresses:
-            what = f"names no address, one that is none, or more than {MOST_ADDRESSES}"
-            raise mistake(where, what, fix=ASK_AGAIN)
+            problem = f"names no address, one that is none, or more than {MOST_ADDRESSES}"
+            raise mistake(where, problem, fix=ASK_AGAIN)
         key, certificate = data.get("key"), data.get("certificate")
         if not isinstance(key, str) or not isinstance(certificate, str):
             raise mistake(where, "lacks the key or the certificate", fix=ASK_AGAIN)

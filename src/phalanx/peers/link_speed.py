@@ -86,6 +86,7 @@ class LinkSpeed:
             self._node.spawn(self._measure())
 
     async def _measure(self) -> None:
+        """Exchange bytes with up to `MOST_OTHERS` members at once, and publish the rates in both directions."""
         node = self._node
         links = await self._links()
         trip_s = 2 * max((node.latency_s.get(peer, 0.0) for peer in links), default=0.0)
@@ -142,6 +143,7 @@ class LinkSpeed:
             return  # the turn ends without this member
 
     def _may_ask(self, peer: str) -> bool:
+        """Return True, and count the request, if a peer has made fewer than `MOST_ASKED` requests in `MOST_S` seconds."""
         now = time.monotonic()
         recent = [at for at in self._asked_at.get(peer, []) if now - at < MOST_S]
         self._asked_at[peer] = [*recent, now][-8:]

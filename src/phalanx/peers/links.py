@@ -144,6 +144,9 @@ class PeerLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _dial(self, member: Member, purpose: str) -> None:
+        """Dial a member and run the connection; after a failure wait for one heartbeat, so that `maintain` dials
+        again.
+        """
         key = (member.id, purpose)
         try:
             connection = await self._transport.dial(self.address_of(member), purpose, peer=member.id, timeout_s=5.0)
@@ -165,6 +168,7 @@ class PeerLinks:
 
 
 def _dials(me: Member, other: Member) -> bool:
+    """Return True if this member is the one of the two that dials."""
     if me.client_only != other.client_only:
         return me.client_only
     return not me.client_only and me.id > other.id

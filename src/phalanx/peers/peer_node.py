@@ -140,6 +140,7 @@ class PeerNode:
     # ---- links --------------------------------------------------------------------------------------------------
 
     async def _on_accept(self, connection: PeerConnection, hello: say.Hello) -> None:
+        """Dispatch an authenticated incoming connection by its purpose."""
         if self.is_revoked:
             return
         if hello.purpose == "join":
@@ -172,22 +173,22 @@ class PeerNode:
                 continue
             link = self.links.control.get(member.id)
             if link is not None and link.instance == member.instance:
-                silent = now - link.heard_at > self.settings.dead_after_s
+                is_silent = now - link.heard_at > self.settings.dead_after_s
             elif member.id in self.links.lost_at:
                 since = max(self.links.lost_at[member.id], self._view_since)
-                gone = member.id in self.links.absent and now - since > self.settings.heartbeat_s
-                silent = gone or now - since > self.settings.reconnect_s
+                is_absent = member.id in self.links.absent and now - since > self.settings.heartbeat_s
+                is_silent = is_absent or now - since > self.settings.reconnect_s
             else:  # never connected in this view yet
-                silent = now - self._view_since > self.settings.dead_after_s
-            if silent:
+                is_silent = now - self._view_since > self.settings.dead_after_s
+            if is_silent:
                 silent_ids.add(member.id)
         return silent_ids
 
     def view_changed(self) -> None:
         """Apply a new view: restart the time that members have to connect, and connect to them."""
         self._view_since = time.monotonic()
-        gone = {*self.links.control, *self.links.data} - set(self.view.ids)
-        for peer in gone:
+        departed = {*self.links.control, *self.links.data} - set(self.view.ids)
+        for peer in departed:
             self.progress.pop(peer, None)
             self.committed.pop(peer, None)
         self.syncing &= set(self.view.ids)
@@ -200,6 +201,7 @@ class PeerNode:
             await asyncio.sleep(self.settings.heartbeat_s)
 
     def _tick(self) -> None:
+        """Do the work of one heartbeat: connect, send heartbeats, and look for reasons to change the view or a round."""
         now = time.monotonic()
         late = now - self._ticked_at - self.settings.heartbeat_s
         if late > 2 * self.settings.heartbeat_s:
@@ -230,6 +232,7 @@ class PeerNode:
         self._send_heartbeats(self.suspects(), time.monotonic())
 
     def _send_heartbeats(self, suspects: set[str], now: float) -> None:
+        """Send a heartbeat to every connected peer."""
         for peer, connection in self.links.control.items():
             last = self._heard.get(peer, (0.0, now))
             connection.post(
@@ -259,6 +262,7 @@ class PeerNode:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def _on_link_up(self, peer: str, connection: PeerConnection) -> None:
+        """Greet a member on a new control connection; a revoked peer is sent the allowlist and disconnected."""
         self._heard.pop(peer, None)
         if peer in self.revoked:
             self.links.part(peer, say.AllowlistUpdate(), self._list_text(), within_s=PARTING_S)
@@ -269,6 +273,7 @@ class PeerNode:
             self.rounds.say_ready()
 
     def _on_link_down(self, peer: str, purpose: str) -> None:
+        """Report values that may be lost, or start to check that the member is alive, and dial again."""
         if self.closing or self.is_revoked:
             return
         if purpose == "data":
@@ -299,6 +304,7 @@ class PeerNode:
         return member is not None and member.instance == connection.instance
 
     async def _on_control(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
+        """Dispatch a control message to the part of the node that handles it."""
         peer = connection.peer
         if isinstance(message, say.AllowlistUpdate):
             self._on_lists(data)
@@ -327,9 +333,11 @@ class PeerNode:
             await self.rounds.on_data(connection, message, data)
 
     def _on_heartbeat(self, connection: PeerConnection, message: say.PeerHeartbeat) -> None:
+        """Update the sender's state; send it the allowlist or view that it lacks."""
         peer, now = connection.peer, time.monotonic()
         self._heard[peer] = (message.sent_at, now)
         if message.echo:
+            # `echo` is this peer's own clock, so the two clocks need not agree.
             trip = max(0.0, now - message.echo - message.held_s)
             self.latency_s[peer] = trip / 2
         if message.list_version < self.transport.allowed.version:
@@ -420,6 +428,7 @@ class PeerNode:
         self.rounds.fail_pending(reason)
 
     def _on_lists(self, data: bytes) -> None:
+        """Take over a received allowlist, if its owner's signature is valid."""
         try:
             if len(data) > MOST_LIST_BYTES:
                 raise ValueError("too long")

@@ -85,8 +85,8 @@ class RoundJudging:
 
     def on_vote(self, voter: str, vote: say.HarmVote) -> None:
         """Record a member's accusations, of which the newest vote counts, and count the votes."""
-        known = self._votes.get(voter)
-        if known is None or known.key < vote.key:
+        previous = self._votes.get(voter)
+        if previous is None or previous.key < vote.key:
             self._votes = {
                 peer: newest for peer, newest in self._votes.items() if self._node.view.member(peer) is not None
             }
@@ -95,6 +95,7 @@ class RoundJudging:
             self._count(plan)
 
     def _count(self, plan: RoundPlan) -> None:
+        """Count the votes on an attempt; if they exclude peers, reject the attempt and exclude them."""
         votes = {
             voter: Judgement(harms=None, accused=vote.accused)
             for voter, vote in self._votes.items()

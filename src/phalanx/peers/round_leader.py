@@ -47,6 +47,7 @@ class RoundLeader:
         self._clear()
 
     def _clear(self) -> None:
+        """Forget everything about the current round."""
         self._ready: dict[str, Ready] = {}
         self._ready_at: dict[str, float] = {}
         self._excluded: dict[str, str] = {}
@@ -151,11 +152,14 @@ class RoundLeader:
         self._begin()
 
     def on_measured(self, peer: str) -> None:
-        """End a member's turn to measure its link, and go on with the round."""
+        """End a member's turn to measure its link, and continue the round."""
         self._turns.on_measured(peer)
         self.tick()
 
     def _begin(self) -> None:
+        """Screen the updates, plan an attempt, and send the plan to all members; discard the round if no update
+        counts.
+        """
         node = self._node
         limits = node.rounds.pending.weight_limits if node.rounds.pending is not None else None
         screened = screen_ready(self._ready, node.settings.norm_limit, limits, self._usual_update)
@@ -198,6 +202,7 @@ class RoundLeader:
         self._to_all(say.Begin(plan=self._plan))
 
     def _owners(self, form: Ready, ready: list[str]) -> dict[str, tuple[int, int]]:
+        """Return each owner's range of values, by the bandwidth of the ready members."""
         values = form.values
         owners = [node_member for peer in ready if (node_member := self._node.view.member(peer)) is not None]
         if all(member.client_only for member in owners):
@@ -211,13 +216,16 @@ class RoundLeader:
         }
 
     def _discard_all(self, dropped: dict[str, str]) -> None:
+        """Discard a round of which no update can be counted."""
         node, number = self._node, self._node.view.next_round
-        for peer, why in dropped.items():
-            node.tell("dropped", why, peer=peer, round_number=number)
-        what = "; ".join(f"{node.name_of(peer)}: {why}" for peer, why in dropped.items()) or "every weight is 0"
+        for peer, reason in dropped.items():
+            node.tell("dropped", reason, peer=peer, round_number=number)
+        reasons = (
+            "; ".join(f"{node.name_of(peer)}: {reason}" for peer, reason in dropped.items()) or "every weight is 0"
+        )
         ready = self._ready
         self._clear()
-        self._discard(ready, f"no update could be counted ({what})"[:400])
+        self._discard(ready, f"no update could be counted ({reasons})"[:400])
 
     def _discard(self, ready: dict[str, Ready], reason: str) -> None:
         """End the calls of `average` that were ready, and no others: a member may have called again in the meantime."""
@@ -232,6 +240,7 @@ class RoundLeader:
                 node.links.post(peer, message)
 
     def _on_trouble(self, reporter: str, message: say.AttemptFailed) -> None:
+        """Handle a failed attempt: begin again at once without a bad update, or later if a peer was not reached."""
         node = self._node
         if message.drop:
             # Only an owner may report an update, as only owners sum them.
@@ -246,6 +255,7 @@ class RoundLeader:
             self._restart(node.settings.reconnect_s)
 
     def _restart(self, delay_s: float) -> None:
+        """Begin the round again after a delay, or at once."""
         self._restart_at = time.monotonic() + delay_s
         if delay_s:
             self._wake_in(delay_s)
@@ -341,11 +351,11 @@ def plan_shares(members: list[Member], codec: str = "fp32", measured: Container[
     """Return the members' shares of the vector by bandwidth; an unknown bandwidth counts as the slowest known one.
 
     A member in `measured` that took about all that the others can send at once is not limited by its own link; the
-    speed of that link is unknown and irrelevant. With a gathered codec every member receives n - 1 vectors whoever
-    owns them, and with equal shares all send the same.
+    speed of that link is unknown and irrelevant. With a gathered codec every member receives n - 1 vectors,
+    independent of the shares, and with equal shares all send the same.
     """
-    known = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
-    slowest = min(known, default=1.0)
+    known_speeds = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
+    slowest = min(known_speeds, default=1.0)
     speeds = [member.bandwidth.slower_mbps if member.bandwidth is not None else slowest for member in members]
     speeds = [
         min(speed, FAST_MBPS) if member.id in measured else speed for speed, member in zip(speeds, members, strict=True)

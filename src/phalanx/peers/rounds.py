@@ -145,14 +145,14 @@ class RoundKeeper:
     def tick(self) -> None:
         """Request a committed result again if nothing has arrived for `dead_after_s`."""
         stalled = time.monotonic() - self._moved_at > self._node.settings.dead_after_s
-        known = [
+        incomplete = [
             attempt.plan.round_number
             for attempt in self._attempts.values()
             if attempt.commit_digest and not attempt.is_whole
         ]
-        if stalled and (known or self._wanted):
+        if stalled and (incomplete or self._wanted):
             self._moved_at = time.monotonic()
-            for number in {*known, *self._wanted}:
+            for number in {*incomplete, *self._wanted}:
                 self._ask(number)
 
     # ---- one attempt ------------------------------------------------------------------------------------------------
@@ -178,22 +178,23 @@ class RoundKeeper:
             self._ask(message.round_number)
 
     def _begin(self, plan: RoundPlan) -> None:
+        """Begin an attempt by the leader's plan, after checking the plan, and send this member's values."""
         node = self._node
         if plan.key <= self._newest or node.views.acceptor.is_frozen or plan.round_number != node.view.next_round:
             return
-        if wrong := check_plan(plan, node.view, most_values=node.settings.limits.values):
-            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+        if objection := check_plan(plan, node.view, most_values=node.settings.limits.values):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {objection}", peer=node.view.leader)
             return
         pending = self.pending
-        wanted, reason = choose_aggregation(node.settings.aggregation, codec=plan.codec, counted=len(plan.weights))
+        aggregation, reason = choose_aggregation(node.settings.aggregation, codec=plan.codec, counted=len(plan.weights))
         is_same = pending is not None and pending.round_number == plan.round_number
         limits = pending.weight_limits if pending is not None and is_same else None
-        if wrong := check_derived(plan, aggregation=wanted, weight_limits=limits):
-            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+        if objection := check_derived(plan, aggregation=aggregation, weight_limits=limits):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {objection}", peer=node.view.leader)
             return
         if len(plan.weights) > 1 and reason != self._fallback:
             self._fallback = reason
-            node.tell("aggregation", reason or f'updates are aggregated by "{wanted}" again')
+            node.tell("aggregation", reason or f'updates are aggregated by "{aggregation}" again')
         is_counted = node.me in plan.weights
         fits = pending is not None and (pending.round_number, pending.outgoing.size) == (plan.round_number, plan.values)
         if is_counted and not fits:
@@ -311,6 +312,7 @@ class RoundKeeper:
             self._accept(attempt, ABSTAINED)
 
     async def _judge(self, attempt: Attempt) -> None:
+        """Judge an attempt on a thread, then report it, unless it was given up in the meantime."""
         judgement = await self.judging.judge(attempt)
         plan, node = attempt.plan, self._node
         is_next = plan.key == self._newest and plan.round_number == node.view.next_round
@@ -343,6 +345,9 @@ class RoundKeeper:
             self._drop_attempts()
 
     def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
+        """Report to the leader that an attempt failed because of a peer; with `drop`, that peer's update is to be left
+        out.
+        """
         attempt = self._attempts.get(key)
         if attempt is not None and not attempt.commit_digest:
             self._to_leader(say.AttemptFailed(key=key, peer=peer, reason=reason[:400], drop=drop))
@@ -365,6 +370,7 @@ class RoundKeeper:
     # ---- committing -------------------------------------------------------------------------------------------------
 
     def _learn_commit(self, key: Key, digest: str) -> None:
+        """Note that the leader committed an attempt; request the result if this member does not have the attempt."""
         if key[1] < self._node.view.next_round:
             return
         attempt = self._attempts.get(key)
@@ -394,6 +400,7 @@ class RoundKeeper:
             self._commit(attempt)
 
     def _commit(self, attempt: Attempt) -> None:
+        """Enter a committed attempt: advance the view to the next round, keep the result, and record events."""
         node, plan = self._node, attempt.plan
         number = plan.round_number
         del self._attempts[plan.key]
@@ -473,6 +480,7 @@ class RoundKeeper:
             self.fail_pending(text, behind=True)
 
     async def _hand_out(self, peer: str, number: int) -> None:
+        """Send a committed result, or the accepted one, to a member that requested it."""
         attempt = self._results.get(number)
         if attempt is None and self.accepted is not None and self.accepted.plan.round_number == number:
             attempt = self._attempts.get(self.accepted.plan.key)
@@ -488,13 +496,14 @@ class RoundKeeper:
             return  # the peer requests it again
 
     def _on_whole(self, peer: str, result: Accepted) -> None:
+        """Begin to receive a requested result from a member."""
         number = result.plan.round_number
         if number not in self._wanted and not any(
-            known.commit_digest and known.plan.round_number == number for known in self._attempts.values()
+            candidate.commit_digest and candidate.plan.round_number == number for candidate in self._attempts.values()
         ):
             return
-        if wrong := check_plan(result.plan, None, most_values=self._node.settings.limits.values):
-            self._node.tell("refused", f"a result of round {number} was refused: {wrong}")
+        if objection := check_plan(result.plan, None, most_values=self._node.settings.limits.values):
+            self._node.tell("refused", f"a result of round {number} was refused: {objection}")
             return
         attempt = self._attempts.get(result.plan.key)
         if attempt is None:
@@ -550,6 +559,7 @@ class RoundKeeper:
         self._begun.set()
 
     def _success(self, pending: PendingAverage, attempt: Attempt) -> RoundResult:
+        """Return the committed result for the waiting call, or a failure if it cannot be used."""
         plan = attempt.plan
         if plan.weights and plan.values != pending.outgoing.size:
             why = f"the committed result has {plan.values:,} values, this peer's update {pending.outgoing.size:,}"

@@ -132,8 +132,10 @@ async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -
             node.tell("state-fetched", f"{size:,} bytes of state", peer=member.id, bytes=float(size))
             return number
         await asyncio.sleep(node.settings.heartbeat_s)
-    what = "; ".join(f"{name}: {why}" for name, why in tried.items()) or "there is no other peer that can be reached"
-    raise SystemFailure(Problem(where="fetch_state", what=f"no peer could give the state ({what})"))
+    failures = (
+        "; ".join(f"{name}: {why}" for name, why in tried.items()) or "there is no other peer that can be reached"
+    )
+    raise SystemFailure(Problem(where="fetch_state", what=f"no peer could give the state ({failures})"))
 
 
 async def _receive_state(
@@ -143,6 +145,10 @@ async def _receive_state(
     least_round: int,
     most_bytes: Mapping[str, int] | None,
 ) -> tuple[int, int]:
+    """Receive a state on a new connection, and pass each verified tensor to `into`; return round number and bytes.
+
+    Raises BadState for a state older than `least_round` or other than announced.
+    """
     await connection.send(StateRequest())
     # Four times the usual time: the peer computes the digests of its whole state first.
     answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)
@@ -159,11 +165,11 @@ async def _receive_state(
     for fact in facts:
         data = bytearray()
         while len(data) < fact.size:
-            block, more = await asyncio.wait_for(connection.receive(), STALL_S)
+            block, block_bytes = await asyncio.wait_for(connection.receive(), STALL_S)
             # Full blocks only; otherwise one byte in half a minute would count as progress.
-            if not isinstance(block, StateBlock) or len(more) != min(BLOCK_BYTES, fact.size - len(data)):
+            if not isinstance(block, StateBlock) or len(block_bytes) != min(BLOCK_BYTES, fact.size - len(data)):
                 raise BadState("it sent other bytes than it announced")
-            data += more
+            data += block_bytes
         if hashlib.sha256(data).hexdigest() != fact.sha256:
             raise BadState(f"tensor {fact.name} does not have the SHA-256 that was announced")
         await asyncio.to_thread(into, fact.name, bytes(data))

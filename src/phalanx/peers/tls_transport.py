@@ -61,8 +61,8 @@ class PeerTransport:
         """Take over a newer allowlist, and close the connections of revoked peers."""
         self.allowed, self.fingerprints = allowed, allowed.fingerprints()
         self._trust()
-        gone = {fingerprint[:ID_DIGITS] for fingerprint in allowed.revoked}
-        for connection in [connection for connection in self._open if connection.peer in gone]:
+        revoked_ids = {fingerprint[:ID_DIGITS] for fingerprint in allowed.revoked}
+        for connection in [connection for connection in self._open if connection.peer in revoked_ids]:
             connection.abort()
 
     async def listen(
@@ -119,11 +119,13 @@ class PeerTransport:
                     *address, limit=READ_BYTES, ssl=self._client_context, server_hostname="", ssl_shutdown_timeout=1.0
                 )
             except ssl.SSLCertVerificationError as error:
-                what = "answers with a key that is not on the run's allowlist"
-                raise mistake(where, what, fix="check the address, or ask the run's owner for the new list") from error
+                problem = "answers with a key that is not on the run's allowlist"
+                raise mistake(
+                    where, problem, fix="check the address, or ask the run's owner for the new list"
+                ) from error
             except ssl.SSLError as error:
-                what = f"answers, but not as a peer of Phalanx ({printable(error.reason or error).lower()})"
-                raise mistake(where, what, fix="check the host and the port") from error
+                problem = f"answers, but not as a peer of Phalanx ({printable(error.reason or error).lower()})"
+                raise mistake(where, problem, fix="check the host and the port") from error
             try:
                 return await self._introduce(reader, writer, where, purpose, peer)
             except BaseException:
@@ -141,6 +143,7 @@ class PeerTransport:
     async def _introduce(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
     ) -> PeerConnection:
+        """Exchange hello and welcome on a dialled connection; raises UserError if the peer is another one or refuses."""
         connection = PeerConnection(reader, writer, peer=self._identify(writer))
         if peer and connection.peer != peer:
             raise mistake(
@@ -162,6 +165,7 @@ class PeerTransport:
         return connection
 
     async def _shake_hands(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Do the server's side of the TLS handshake on an accepted socket."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=READ_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -175,6 +179,7 @@ class PeerTransport:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[PeerConnection, Hello]:
+        """Answer the hello of an accepted connection; raises ValueError if it is refused."""
         connection = PeerConnection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])
         hello, _ = await connection.receive(MOST_HELLO_BYTES)
         if not isinstance(hello, Hello) or hello.purpose not in PURPOSES:
@@ -189,6 +194,7 @@ class PeerTransport:
         return connection, hello
 
     def _refusal(self, fingerprint: str, hello: Hello) -> PeerRefusal | None:
+        """Return the refusal of a hello, or None: revoked or unknown key, other protocol version, or other run facts."""
         if fingerprint in self.allowed.revoked:
             return PeerRefusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
         if fingerprint not in self.fingerprints:
@@ -196,15 +202,15 @@ class PeerTransport:
                 what="this key is not on the run's allowlist", fix="ask the run's owner for an invitation"
             )
         if hello.protocol != PROTOCOL:
-            what = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
-            return PeerRefusal(what=what, fix="install the same version of Phalanx on both")
+            problem = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
+            return PeerRefusal(what=problem, fix="install the same version of Phalanx on both")
         for field, name in FACT_NAMES.items():
             their_fact, own_fact = getattr(hello.run, field), getattr(self.run, field)
             if their_fact != own_fact:
-                what = (
+                problem = (
                     f"has another {name}: {printable(own_fact, most=40)} there, {printable(their_fact, most=40)} here"
                 )
-                return PeerRefusal(what=what, fix=FACT_FIXES.get(field, f"start both with the same {name}"))
+                return PeerRefusal(what=problem, fix=FACT_FIXES.get(field, f"start both with the same {name}"))
         return None
 
     def _identify(self, writer: asyncio.StreamWriter) -> str:
@@ -229,6 +235,7 @@ def fingerprint_seen(writer: asyncio.StreamWriter) -> str:
 
 
 def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that presents the identity's certificate and requires one of the other side."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate is pinned, and addresses of volunteers change
@@ -256,8 +263,8 @@ def unreachable(addresses: list[Address], why: dict[Address, str]) -> SystemFail
 def unknown_key(address: Address, name: str) -> UserError:
     """Return the error for a peer that repeatedly closed the connection after it saw this peer's key."""
     where = f"peer at {printable(address[0])}:{address[1]}"
-    what = f"does not know the key of {name}: it is not on the allowlist there, or was revoked"
-    return mistake(where, what, fix="ask the run's owner for an invitation")
+    problem = f"does not know the key of {name}: it is not on the allowlist there, or was revoked"
+    return mistake(where, problem, fix="ask the run's owner for an invitation")
 
 
 def first_refusal(errors: list[BaseException]) -> UserError | None:

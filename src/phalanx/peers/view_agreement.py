@@ -7,7 +7,7 @@ result in the old view. Two majorities share a member, so the next view knows of
 two halves of a broken network never both continue.
 
 In a view of two, the peer with the lower id is a majority by itself: it may commit a round that the other has not, and
-leave. The other is no majority, so its next view needs the promise of the first, which names the committed round. If
+leave. The other is not a majority, so its next view needs the promise of the first, which names the committed round. If
 the first is gone without a promise, the other is stuck and commits nothing, unless the first was revoked or an
 operator lets the other continue alone: then the commits of the first are no longer part of the run.
 """

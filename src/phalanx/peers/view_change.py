@@ -132,15 +132,15 @@ class ViewKeeper:
     async def _change(self, suspects: set[str], complained: set[str], *, is_forced: bool = False) -> None:
         """Run one candidature: collect promises, propose, collect agreement, and install the view.
 
-        With `is_forced` the remaining members are no majority, and all of them must agree instead.
+        With `is_forced` the remaining members are too few for a majority, and all of them must agree instead.
         """
         node, view = self._node, self._node.view
         self._highest += 1
-        asked = set(view.ids) - suspects - complained - node.revoked
-        candidature = self._ballot = _Ballot((self._highest, node.me), deciders=asked if is_forced else None)
-        self._send(asked, say.Prepare(view_number=view.number, ballot=candidature.ballot))
+        voters = set(view.ids) - suspects - complained - node.revoked
+        candidature = self._ballot = _Ballot((self._highest, node.me), deciders=voters if is_forced else None)
+        self._send(voters, say.Prepare(view_number=view.number, ballot=candidature.ballot))
         # A newcomer may have the id of a member: of its earlier process, which no longer answers.
-        await self._collect(candidature, lambda: asked - set(self._joining) - {node.me} <= set(candidature.promises))
+        await self._collect(candidature, lambda: voters - set(self._joining) - {node.me} <= set(candidature.promises))
         if not self._may_go_on(candidature, set(candidature.promises)):
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
@@ -167,10 +167,14 @@ class ViewKeeper:
         self.install(proposal)
 
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
+        """Return True if a candidature is still valid and the peers in `present` are enough to decide it."""
         enough = self._decides(present) if mine.deciders is None else mine.deciders <= present
         return self._ballot is mine and not mine.is_lost and enough  # `install` forgets the ballot
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
+        """Wait for answers to a candidature until `is_enough()` returns True, it is lost, or `dead_after_s` has
+        passed.
+        """
         assert callable(is_enough)
         try:
             async with asyncio.timeout(self._node.settings.dead_after_s):
@@ -217,6 +221,7 @@ class ViewKeeper:
             self._ballot.changed.set()
 
     def _on_prepare(self, peer: str, message: say.Prepare) -> say.Promise | say.Nack:
+        """Promise a candidate the view, unless the leader is alive and is not leaving."""
         node = self._node
         leader = node.view.leader
         # While the leader is alive no other member may freeze the view: one bad link must not stop the group.
@@ -257,7 +262,7 @@ class ViewKeeper:
         if node.me not in excluded:
             if self.is_stuck:
                 self.install(proposal)
-        elif 2 * len(excluded) > len(view.ids):  # more than half were given up: they are the run, and go on
+        elif 2 * len(excluded) > len(view.ids):  # more than half were given up: they continue the run
             node.leaving |= set(proposal.view.ids)
             self.consider(node.suspects(), set())
         else:

@@ -111,6 +111,7 @@ def _filled_rows(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
 
 
 def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None:
+    """Open the held-out split; None if the dataset has none."""
     try:
         return TokenDataset.open(list(folders), "heldout", vocab=vocab)
     except UserError:

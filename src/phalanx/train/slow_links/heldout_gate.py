@@ -76,6 +76,8 @@ class HeldoutGate:
         self._judged = self._shared_losses = None
 
     def _judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
+        """Compare the losses before and after the round, and with contributions find the updates that cause a rise."""
+
         def result_of(mean: Vector, removed: Collection[str]) -> dict[int, torch.Tensor]:
             scale = self._sync.update_scale(sum(peer not in removed for peer in trial.weights))
             means = dict(zip(places, vectors.spread(mean), strict=True))

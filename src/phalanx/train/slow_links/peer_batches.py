@@ -53,8 +53,8 @@ class PeerBatches:
         return tokens, targets
 
     def _sample_numbers(self, samples: Ranges) -> Tokens:
-        parts = [self._sampler.indices(positions.start, len(positions)) for positions in samples]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        blocks = [self._sampler.indices(positions.start, len(positions)) for positions in samples]
+        return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
     def indices(self, step: int) -> Tokens:
         """Return the numbers of the samples that this rank learns from in a step."""

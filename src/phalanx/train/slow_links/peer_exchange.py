@@ -176,6 +176,7 @@ class PeerExchange:
         return self._senders[sender]
 
     def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
+        """Return the codec for an exchange, as a `Sender` if it carries errors over."""
         codec = self._sync.codec
         if codec == "fp32" and vectors.dtype == torch.float64:
             return "fp64"
@@ -195,6 +196,7 @@ class PeerExchange:
         may_be_late: bool = False,
         limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
+        """Repeat a round in the group until it is committed, this peer is behind, or a stop is requested; rank 0 only."""
         link, sync = self._link, self._sync
         assert link is not None
         quorum, grace_s = None, None

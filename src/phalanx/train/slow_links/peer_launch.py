@@ -27,18 +27,19 @@ def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess
     consent = ["--allow-code"] if allow_code else []
     log = run.rank_log(0)
     log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as out:
+    with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
+            stdout=output,
+            stderr=output,
             start_new_session=True,  # Ctrl-C reaches it once, through this process
             env=_environ(os.environ, sharers),
         )
 
 
 def _environ(environ: Mapping[str, str], sharers: int) -> dict[str, str]:
+    """Return the environment of a peer's process, in which `sharers` processes divide the processors."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // sharers))
     return {**dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads), **environ}
 

@@ -191,12 +191,14 @@ class PeerSession:
         """Return the configured addresses and those of members that it knew before it was restarted."""
         members = self._before.get("members", [])
         own = self.group.id
-        known = [
+        member_addresses = [
             self._routes.get(str(member.get("id")), tuple(member["address"]))
             for member in members
             if member.get("id") != own and not member.get("client_only") and self.is_allowed(str(member.get("id")))
         ]
-        return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
+        return tuple(
+            dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in member_addresses)])
+        )
 
     def is_allowed(self, peer: str) -> bool:
         """Return True if the owner's list contains a peer: it was invited, and not revoked."""
@@ -226,6 +228,7 @@ class PeerSession:
                 self._tell(event)
 
     def _look(self) -> None:
+        """Follow the allowlist file, answer requests and write the status, every `LOOK_S` seconds until closed."""
         while not self._ended.wait(LOOK_S):
             try:
                 stored = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
@@ -251,6 +254,7 @@ class PeerSession:
         replace_text(path, json_text({**request, "answer": answer}) + "\n")
 
     def _write_status(self) -> None:
+        """Write the state of the group to the status file."""
         view, links, progress = self.group.view(), self.group.links(), self.group.progress()
         members = [
             {

@@ -285,6 +285,7 @@ class PeerTraining(Callback):
         }
 
     def _restore_position(self, position: Any) -> None:
+        """Restore rounds and members from a checkpoint's or another peer's position."""
         if not position:
             return
         self.exchange.round = int(position["round"])
@@ -441,6 +442,7 @@ class PeerTraining(Callback):
             self._server.make_copy()
 
     def _exchange_weights(self, training: TrainingContext) -> None:
+        """Apply the update under way if it is due, and exchange the fragments that are due after this step."""
         sync, total = self._sync, self._batch_plan.steps
         if sync.mode == "quorum" and self._is_waited_for(training.step):
             # The samples of the skipped steps are not learnt from.
@@ -546,10 +548,12 @@ class PeerTraining(Callback):
 
     def _is_waited_for(self, step: int) -> bool:
         """Return True if a quorum of the others has reached the next exchange, so that this peer sends what it has."""
-        there = self._next_exchange(step)
+        exchange_step = self._next_exchange(step)
         count = 0
-        if self._link is not None and self._sync.quorum and step < there:
-            count = sum(progress.step >= there for peer, progress in self._link.progress().items() if peer != self.id)
+        if self._link is not None and self._sync.quorum and step < exchange_step:
+            count = sum(
+                progress.step >= exchange_step for peer, progress in self._link.progress().items() if peer != self.id
+            )
         is_waited_for = bool(self._sync.quorum) and count >= min(self._sync.quorum, max(1, len(self.members) - 1))
         return bool(spread_object(is_waited_for))
 

@@ -65,6 +65,7 @@ class VectorMap:
         return array
 
     def _gather_flat(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Gather the owned values of all ranks on rank 0, padded to equal length; None on other ranks."""
         if len(self._boxes) == 1:
             return [flat]
         lengths = [sum(prod(box["size"]) for box in boxes) for boxes in self._boxes]
@@ -91,6 +92,7 @@ class VectorMap:
         ]
 
     def _box(self, whole: torch.Tensor, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """Return the view of a shard in the vector."""
         place = self._places[name]
         box = whole[place : place + self.sizes[name]].view(self._shapes[name])
         for dim, (first, length) in enumerate(zip(start, size, strict=True)):

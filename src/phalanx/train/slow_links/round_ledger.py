@@ -66,9 +66,7 @@ class RoundLedger:
         return {peer: float(samples * sequence) for peer, samples in self._owed.get(fragment, {}).items()}
 
     def settle_dealt(self, fragment: int, agreed: AgreedRound, *, keeps_late: bool) -> None:
-        """Clear the samples owed of an exchanged fragment; with `keeps_late`, members that were not counted keep
-        theirs.
-        """
+        """Clear the samples owed of an exchanged fragment; with `keeps_late`, not for members that were not counted."""
         self._owed = {} if self._owed is None else self._owed
         owed = self._owed.pop(fragment, {})
         if keeps_late:
@@ -118,5 +116,5 @@ class PaceMeter:
         if since is None or not samples:
             return
         measured = samples / max(LEAST_TIMED_S, now_s - since)
-        known = self.samples_per_s
-        self.samples_per_s = measured if not known else known + SMOOTHING * (measured - known)
+        previous = self.samples_per_s
+        self.samples_per_s = measured if not previous else previous + SMOOTHING * (measured - previous)

@@ -39,7 +39,7 @@ class TrainingEntry:
     def join_group(self, round_number: int) -> MemberView:
         """Join the group through the known addresses.
 
-        Founds it if there are no addresses, or if no peer answers and this one may found it.
+        The peer founds the group if there are no addresses, or if no peer answers and it may found one.
         """
         link = self._link
         if self._addresses:
@@ -66,8 +66,8 @@ class TrainingEntry:
         while not answer.done():
             if self._stop():
                 tried = ", ".join(f"{host}:{port}" for host, port in self._addresses)
-                what = f"was stopped before a peer of the run had answered at {tried}"
-                raise SystemFailure(Problem(where="join", what=what, fix="join again when one of them is up"))
+                problem = f"was stopped before a peer of the run had answered at {tried}"
+                raise SystemFailure(Problem(where="join", what=problem, fix="join again when one of them is up"))
             wait((answer,), POLL_S)
         return answer.result()
 
@@ -87,14 +87,14 @@ class TrainingEntry:
         Otherwise the others may be training where this peer cannot reach them, and the same rounds would be committed
         twice.
         """
-        view, known = self._link.view(), [peer for peer in members if self._is_allowed(peer)]
-        here = [member.id for member in view.members]
-        if view.next_round > round_number or not known or is_majority(known, here) or self._stop():
+        view, earlier = self._link.view(), [peer for peer in members if self._is_allowed(peer)]
+        present = [member.id for member in view.members]
+        if view.next_round > round_number or not earlier or is_majority(earlier, present) or self._stop():
             return
         raise SystemFailure(
             Problem(
                 where="peers",
-                what=f"{len(set(known) & set(here))} of the {plural(len(known), 'peer')} of the last round came "
+                what=f"{len(set(earlier) & set(present))} of the {plural(len(earlier), 'peer')} of the last round came "
                 f"within {self._patience_s:g} s",
                 why="the others may be training on where this peer cannot reach them",
                 fix="start the others, or join one of them; for those gone for good, phalanx peers revoke RUN PEER",

@@ -48,6 +48,7 @@ class LossScreen:
         return f"it raises the loss on held-out text from {before:.3f} to {after:.3f}"
 
     def _loss_with(self, places: Sequence[int], weights: Sequence[torch.Tensor]) -> float | None:
+        """Return the held-out loss with some shards replaced; None if nothing is held out."""
         for place, weight in zip(places, weights, strict=True):
             self._engine.shards[place].tensor.copy_(weight)
         self._engine.publish()
