@@ -68,7 +68,7 @@ def mean_factors(kind: str, weights: Mapping[str, float], norms: Mapping[str, fl
     if kind == "mean":
         total = math.fsum(weights.values())
         return {peer: Factor(share=weight / total) for peer, weight in weights.items()}
-    # The lower median of an even number: of two updates, a liar cannot raise it.
+    # The lower median of an even number: with two updates, a liar cannot raise it.
     usual_weight = statistics.median_low(weights.values())
     usual_norm = statistics.median_low(norms[peer] for peer in weights)
     limited = {peer: min(weight, usual_weight) for peer, weight in weights.items()}
@@ -99,6 +99,8 @@ def aggregate(kind: str, updates: Sequence[Vector], factors: Sequence[Factor]) -
                 total += (factor.share * factor.clip * scale) * update
         return total
     table = np.stack([update.astype(np.float64, copy=False) for update in updates])
+    # From here on each value is decided by itself: with two reversed updates of six it lies at the low end of the honest
+    # ones, which cost 0.10 to 0.15 nats (decision 0070).
     if kind == "sign":
         return _elected(table)
     table.sort(axis=0)

@@ -382,7 +382,7 @@ class Attempt:
         return sum(len(self.segments_of(owner)) for owner in self.plan.owners)
 
     def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
-        """Compute the bytes of a segment whose updates are complete: concatenated if gathered, else the encoded mean."""
+        """Return the bytes of a segment whose updates are complete: concatenated if gathered, else the encoded mean."""
         if self._gathers:
             encoded = self._encoded.pop(start)
             data = b"".join(encoded[peer] for peer in self._counted)

@@ -1,4 +1,4 @@
-"""Values sent before the leader has announced the round's plan, which saves two peers a round trip.
+"""Values sent before the leader has announced the round's plan, which saves two peers a round trip (decision 0045).
 
 Two peers that did the last round alone will most likely do the next one in the same way. Each sends its values to the
 other as soon as it is ready, as an attempt with the key and layout that the leader will most likely choose; the other

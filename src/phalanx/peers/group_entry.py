@@ -68,9 +68,8 @@ class GroupEntry:
                             refusals.append(error)
                         except NoWelcomeError:
                             unwelcome[address] = unwelcome.get(address, 0) + 1
-                            if (
-                                unwelcome[address] >= 3
-                            ):  # a peer that dies ends the connection once, one that refuses it each time
+                            # A peer that dies ends the connection once, a peer that refuses the key each time.
+                            if unwelcome[address] >= 3:
                                 refusals.append(unknown_key(address, self._node.identity.name))
                         except (OSError, TimeoutError, ValueError) as error:
                             why[address] = printable(str(error) or type(error).__name__, most=100)

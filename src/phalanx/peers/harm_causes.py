@@ -18,8 +18,10 @@ from phalanx.peers.facts import Vector
 
 Losses = npt.NDArray[np.float64]
 
-STANDARD_ERRORS = 3.0  # chance alone exceeds this once in a few hundred rounds
-LEAST_RISE = 0.002  # nats; a smaller rise does little harm, and would cost a repeated round
+# A rise counts as harm if it exceeds both: so many standard errors of the paired differences, which chance alone
+# exceeds once in a few hundred rounds, and so many nats; a smaller rise is not worth a repeated round.
+STANDARD_ERRORS = 3.0
+LEAST_RISE = 0.002
 # Times the median distance of all peers from the typical peer; among 3 honest peers, 2 to 3 were measured.
 OUTLIER = 5.0
 LIAR_SHARE = 3  # at most one peer in LIAR_SHARE is assumed to lie

@@ -1,4 +1,4 @@
-"""Votes on rounds that harm the held-out loss, and on the peers that cause it: pure functions.
+"""Votes on rounds that harm the held-out loss, and on the peers that cause it: pure functions (decision 0071).
 
 Every counted member judges a round before it is committed. A round that more than half of them find harmful is not
 committed: it is repeated with every member's contribution kept apart, so that each member can find by leave-one-out

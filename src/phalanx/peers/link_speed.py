@@ -5,7 +5,7 @@ The leader gives one member a turn. That member sends bytes to all others and ha
 time and over the connections that carry values in a round, for a second or two. The bytes moved are counted by the
 kernel, so that neither a busy processor nor blocks that are read late and all at once change the result. The sum over
 the others is what the link carries in this group; more than the others can take is useless to it. A link whose speed
-its owner stated is not measured.
+its owner stated is not measured. See decisions 0051 and 0056.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class LinkSpeed:
             return  # the turn ends without this member
 
     def _may_ask(self, peer: str) -> bool:
-        """Return True, and count the request, if a peer has made fewer than `MOST_ASKED` requests in `MOST_S` seconds."""
+        """Return True if a peer has made fewer than `MOST_ASKED` requests in the last `MOST_S` seconds; counts this
+        one.
+        """
         now = time.monotonic()
         recent = [at for at in self._asked_at.get(peer, []) if now - at < MOST_S]
         self._asked_at[peer] = [*recent, now][-8:]

@@ -201,7 +201,7 @@ class PeerNode:
             await asyncio.sleep(self.settings.heartbeat_s)
 
     def _tick(self) -> None:
-        """Do the work of one heartbeat: connect, send heartbeats, and look for reasons to change the view or a round."""
+        """Do the work of one heartbeat: connect, send heartbeats, and see if the view or a round has to change."""
         now = time.monotonic()
         late = now - self._ticked_at - self.settings.heartbeat_s
         if late > 2 * self.settings.heartbeat_s:
@@ -252,9 +252,7 @@ class PeerNode:
             )
 
     def _complained(self, suspects: set[str], now: float) -> set[str]:
-        """Return members that others cannot reach though this peer can, for longer than it takes to detect a dead
-        peer.
-        """
+        """Return members that others cannot reach though this peer can, for longer than detecting a dead peer takes."""
         old = [pair for pair, since in self.complaints.items() if now - since > self.settings.dead_after_s + 1.0]
         present = [pair for pair in old if not suspects & set(pair)]
         return set(worst_complaints(present)) - {self.me}

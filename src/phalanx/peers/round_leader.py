@@ -56,7 +56,8 @@ class RoundLeader:
         self._restart_at: float | None = None
         self._haves: dict[str, say.ResultDigest] = {}
         self._squares: dict[str, dict[str, float]] = {}
-        self._is_undecided = False  # votes brought no decision: the round is repeated without votes
+        # Votes brought no decision: the round is repeated without votes, because a run that never continues is useless.
+        self._is_undecided = False
         self._was_harmful = False  # an attempt was harmful: the round is repeated with contributions kept apart
 
     @property

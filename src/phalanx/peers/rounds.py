@@ -42,12 +42,10 @@ class RoundKeeper:
         self._early = EarlyValues(node, self._sending)
         self._results: dict[int, Attempt] = {}
         self._newest: Key = (0, 0, 0)
-        self._handed: dict[
-            tuple[str, int], Key
-        ] = {}  # by peer and round, the attempt whose result that peer is sending
-        self._wanted: dict[
-            int, list[str]
-        ] = {}  # rounds to fetch, and members that may have them, the next to ask first
+        # By peer and round, the attempt whose result that peer is sending.
+        self._handed: dict[tuple[str, int], Key] = {}
+        # Rounds to fetch, and the members that may have them, the next one to ask first.
+        self._wanted: dict[int, list[str]] = {}
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
         self._calls = 0
@@ -433,9 +431,8 @@ class RoundKeeper:
         elif pending.round_number < view.next_round:
             attempt = self._results.get(pending.round_number)
             if attempt is None:
-                if (
-                    pending.round_number not in self._wanted
-                ):  # otherwise it is requested already, and `tick` repeats that
+                # A result in `_wanted` is requested already, and `tick` repeats that.
+                if pending.round_number not in self._wanted:
                     self._ask(pending.round_number)
             else:
                 pending.future.set_result(self._success(pending, attempt))

@@ -111,8 +111,8 @@ def limit_paces(
     The leader knows a peer's weight and the seconds that it took, which include time on the link. The ratio of stated
     to measured pace is similar among peers, so a far larger ratio is reduced.
 
-    >>> paces, tokens, seconds = {"a": 10.0, "b": 10.0, "c": 400.0}, dict.fromkeys("abc", 8.0), dict.fromkeys("abc", 1.0)
-    >>> limit_paces(paces, tokens, seconds)
+    >>> paces, tokens, times = {"a": 10.0, "b": 10.0, "c": 400.0}, dict.fromkeys("abc", 8.0), dict.fromkeys("abc", 1.0)
+    >>> limit_paces(paces, tokens, times)
     {'a': 10.0, 'b': 10.0, 'c': 40.0}
     """
     overheads = {

@@ -143,7 +143,7 @@ class PeerTransport:
     async def _introduce(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
     ) -> PeerConnection:
-        """Exchange hello and welcome on a dialled connection; raises UserError if the peer is another one or refuses."""
+        """Exchange hello and welcome on a dialled connection; raises UserError if the peer is another or refuses."""
         connection = PeerConnection(reader, writer, peer=self._identify(writer))
         if peer and connection.peer != peer:
             raise mistake(
@@ -194,7 +194,7 @@ class PeerTransport:
         return connection, hello
 
     def _refusal(self, fingerprint: str, hello: Hello) -> PeerRefusal | None:
-        """Return the refusal of a hello, or None: revoked or unknown key, other protocol version, or other run facts."""
+        """Return the refusal of a hello, or None: revoked or unknown key, other protocol version, or other run."""
         if fingerprint in self.allowed.revoked:
             return PeerRefusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
         if fingerprint not in self.fingerprints:

@@ -196,7 +196,7 @@ class PeerExchange:
         may_be_late: bool = False,
         limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
-        """Repeat a round in the group until it is committed, this peer is behind, or a stop is requested; rank 0 only."""
+        """Repeat a round until it is committed, this peer is behind, or a stop is requested; rank 0 only."""
         link, sync = self._link, self._sync
         assert link is not None
         quorum, grace_s = None, None

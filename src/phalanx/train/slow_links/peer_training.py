@@ -516,6 +516,7 @@ class PeerTraining(Callback):
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
+            # Sparse updates are added up rather than averaged (decision 0058), so the scale depends on their number.
             scale = self._sync.update_scale(sum(tokens > 0.0 for tokens in agreed.weights.values()))
             self.outer.step(dict(zip(places, means, strict=True)), scale=scale)
             if self._gate is not None:

@@ -91,6 +91,7 @@ class RoundLedger:
         self.credit = {str(peer): int(count) for peer, count in state["credit"].items()}
         self._missed = {str(peer): int(count) for peer, count in state.get("missed", {}).items()}
         self.paces = {str(peer): float(pace) for peer, pace in state.get("paces", {}).items()}
+        # None: without the samples owed, weights are limited with the norms (`screening.screen_ready`) and not by the deal.
         self._owed = None
         if state.get("owed") is not None:
             self._owed = {

@@ -26,6 +26,7 @@ def deal_samples(
     {'a': (range(0, 6),), 'b': (range(6, 8),)}
     """
     ordered = sorted(set(members))
+    # Equal parts below a factor of 1.5 between the paces: steps of one machine differ by that much (decision 0051).
     weights = pace_weights([(paces or {}).get(member, 0.0) for member in ordered])
     counts = _whole_parts(count_samples(samples), weights)
     ends = list(accumulate(counts))
