@@ -28,7 +28,8 @@ from phalanx.peers.facts import Vector
 AGGREGATIONS = ("mean", "clipped-mean", "trimmed-mean", "median", "sign")
 BY_VALUE = ("trimmed-mean", "median", "sign")  # each value is aggregated independently
 NOISE = 3  # standard deviations of the agreement of unrelated updates
-TRIMMED = 3  # a third of the updates is left out at either end: as many liars as the others can outvote
+# A third of the updates is left out at either end: as many liars as the others can outvote.
+TRIMMED = 3
 
 
 def choose_aggregation(wanted: str, *, codec: str, counted: int) -> tuple[str, str]:
@@ -99,8 +100,8 @@ def aggregate(kind: str, updates: Sequence[Vector], factors: Sequence[Factor]) -
                 total += (factor.share * factor.clip * scale) * update
         return total
     table = np.stack([update.astype(np.float64, copy=False) for update in updates])
-    # From here on each value is decided by itself: with two reversed updates of six it lies at the low end of the honest
-    # ones, which cost 0.10 to 0.15 nats (decision 0070).
+    # From here on each value is decided by itself. With two reversed updates of six it lies at the low end of the
+    # honest values, which cost 0.10 to 0.15 nats (decision 0070).
     if kind == "sign":
         return _elected(table)
     table.sort(axis=0)
@@ -108,15 +109,15 @@ def aggregate(kind: str, updates: Sequence[Vector], factors: Sequence[Factor]) -
     trimmed = count // TRIMMED if kind == "trimmed-mean" else (count - 1) // 2
     middle_rows = table[trimmed : count - trimmed]
     total = np.zeros(table.shape[1], dtype=np.float64)
-    for row in middle_rows:  # row by row, because the order of NumPy's sum may differ between machines
+    # Row by row, because the order of NumPy's sum may differ between machines.
+    for row in middle_rows:
         total += row
     total /= len(middle_rows)
     return total
 
 
 def agreeing(updates: Sequence[Vector]) -> list[bool]:
-    """Return, for each update, whether it points where most of the others point; all True if that cannot be
-    determined.
+    """Return, for each update, if it points where most of the others point; all True if that cannot be seen.
 
     The agreement of two updates is the number of values with the same sign in both, less those with opposite signs: a
     whole number, so that every member decides alike. An update whose median agreement with the others is below half of

@@ -1,5 +1,4 @@
-"""The run's allowlist: certificates of admitted peers and revoked fingerprints, numbered and signed by the run's
-owner.
+"""The run's allowlist: admitted certificates and revoked fingerprints, numbered and signed by the run's owner.
 
 Every peer pins the owner, not the list: a newer list of the same owner spreads from peer to peer and takes effect
 where it arrives. Only the owner can write one.

@@ -27,8 +27,10 @@ from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
 from phalanx.peers.messages import MOST_SEGMENT_VALUES, RoundPlan
 from phalanx.peers.node_settings import MOST_VALUES
 
-SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s, so that a mean is complete soon after its first bytes
-DIRECT_SEGMENT_BYTES = 128 * 1024  # between two peers, where no sum waits for a segment: fewer headers and TLS records
+# A fortieth of a second at 10 Mbit/s, so that the mean of a segment is complete soon after its first bytes.
+SEGMENT_BYTES = 32 * 1024
+# Between two peers, where no sum waits for a segment: fewer headers and TLS records.
+DIRECT_SEGMENT_BYTES = 128 * 1024
 MOST_NAMED = 4096  # peers in a plan, also of a round of an earlier view
 # Allowed ratio of measured to stated norm: a codec changes the norm a little (2-bit values by up to a tenth).
 NORM_TOLERANCE = 1.5
@@ -158,7 +160,8 @@ class Attempt:
         # No memory is reserved per segment before its first bytes arrive: a small plan can announce a huge vector.
         self._shares = sorted((begin, end, owner) for owner, (begin, end) in plan.owners.items() if begin < end)
         self._means: dict[int, bytes] = {}
-        self._pieces: dict[int, dict[str, Vector]] = {}  # values of this member's share, by start of segment and peer
+        # Values of this member's share, by start of segment and peer.
+        self._pieces: dict[int, dict[str, Vector]] = {}
         self._own_segments = self.segments_of(me)
         self._own_missing = len(self._own_segments)
         self._missing = self._segment_count()
@@ -173,7 +176,8 @@ class Attempt:
         )
         self.is_judging = False  # this member evaluates the result and has not reported it yet
         self._own: dict[int, bytes] = {}
-        self._encoded: dict[int, dict[str, bytes]] = {}  # gathered bytes, by start of segment and peer
+        # Encoded values that are gathered, by start of segment and peer.
+        self._encoded: dict[int, dict[str, bytes]] = {}
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None

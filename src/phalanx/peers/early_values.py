@@ -28,7 +28,8 @@ class EarlyValues:
 
     def __init__(self, node: PeerNode, sending: AttemptSending) -> None:
         self._node, self._sending = node, sending
-        self._last_plan: RoundPlan | None = None  # plan of the last round committed in this view
+        # Plan of the last round committed in this view.
+        self._last_plan: RoundPlan | None = None
         self._attempt: Attempt | None = None
         self._call = -1  # number of the call of `average` that the values belong to
         self._trouble = ""  # reason why some of the values may not have arrived

@@ -115,10 +115,12 @@ class RoundResult:
     behind: bool = False
     view_number: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)
-    paces: Mapping[str, float] = field(default_factory=dict)  # samples per second, as counted members report them
+    # Samples per second, as counted members report them.
+    paces: Mapping[str, float] = field(default_factory=dict)
     aggregation: str = "mean"
     present: tuple[str, ...] = ()  # members that took part without a weight
-    capped: Mapping[str, str] = field(default_factory=dict)  # members whose claimed weight was cut, with the reason
+    # Members whose claimed weight was cut, with the reason.
+    capped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,8 @@ PREFIX = struct.Struct("!II")
 MOST_HELLO_BYTES = 16 * 1024  # before the other side has shown that it belongs to the run
 MOST_MESSAGE_BYTES = 4 * 2**20  # a view of thousands of members
 MOST_DATA_BYTES = 16 * 2**20  # a segment, a block of a state, an allowlist
-MOST_UNSENT_BYTES = 16 * 2**20  # of posted messages; a peer that reads none of them is considered gone
+# Limit of posted messages; a peer that does not read them is considered gone.
+MOST_UNSENT_BYTES = 16 * 2**20
 # Data that waits for a link, in this process and in the kernel: 0.4 s at 10 Mbit/s, enough to keep the link busy on a
 # busy machine, and no more than that is left to send when an attempt is given up.
 BUFFER_BYTES = 512 * 1024
@@ -45,7 +46,8 @@ class PeerConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # Bytes that the kernel holds unsent cannot be taken back; bytes in flight are limited by the link only.
             with contextlib.suppress(OSError, AttributeError):
-                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
+                # 25 is TCP_NOTSENT_LOWAT of Linux, which the socket module lacks.
+                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)
         self._sock = sock
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 

@@ -139,7 +139,8 @@ class PeerGroup:
 
     def report(self, progress: PeerProgress) -> None:
         """Set this peer's progress, which its heartbeats carry to the others."""
-        self._node.progress[self._node.me] = progress  # replacing a value in a dict needs no lock
+        # Replacing a value in a dict needs no lock.
+        self._node.progress[self._node.me] = progress
 
     def progress(self) -> dict[str, PeerProgress]:
         """Return the progress that each live member reports, by id, including this one."""
@@ -161,8 +162,7 @@ class PeerGroup:
         grace_s: float | None = None,
         weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
-        """Return the aggregate of the members' vectors; blocks until the round is committed, discarded, or has timed
-        out.
+        """Return the aggregate of the members' vectors; blocks until the round is committed, discarded or timed out.
 
         Every active member calls it with the same round number, length and codec. A `Sender` carries what a codec
         loses from round to round; the name of a codec carries nothing. Use "fp64" for float64 vectors that must stay
@@ -242,9 +242,7 @@ class PeerGroup:
             raise SystemFailure(Problem(where="fetch_state", what=f"no state within {timeout_s:g} s")) from None
 
     def set_allowed(self, allowed: AllowList) -> None:
-        """Take over a newer allowlist of the run's owner; admissions and revocations take effect here and spread to
-        all.
-        """
+        """Take over a newer allowlist of the run's owner; it takes effect here and spreads to all members."""
         if allowed.version > self._node.transport.allowed.version and not allowed.replaces(
             self._node.transport.allowed
         ):
@@ -322,7 +320,8 @@ class PeerGroup:
                 # Connections in the middle of a TLS handshake are known only to the loop, which does not close them.
                 for transport in list(getattr(self._loop, "_transports", {}).values()):
                     transport.abort()
-                await asyncio.sleep(0)  # aborted transports are freed in the next iteration of the loop
+                # Aborted transports are freed in the next iteration of the loop.
+                await asyncio.sleep(0)
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(Exception):

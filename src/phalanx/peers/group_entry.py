@@ -84,8 +84,8 @@ class GroupEntry:
             raise first_refusal(refusals) or unreachable(list(addresses), why) from None
 
     async def _join_through(self, address: Address) -> bool:
-        """Ask the member at `address`, follow it to the leader, and wait for the view; return True once this peer is
-        in it.
+        """Ask the member at `address`, follow it to the leader, and wait for the view; return True if this peer is in
+        it.
         """
         for _ in range(4):
             connection = await self._node.transport.dial(address, "join")
@@ -144,9 +144,7 @@ class GroupEntry:
         await connection.close()
 
     def evicted(self, why: str) -> None:
-        """Rejoin the group, which continued without this peer, as soon as it answers; nothing to do if this peer
-        leaves.
-        """
+        """Rejoin the group, which continued without this peer, as soon as it answers; unless this peer is leaving."""
         if self._node.me in self._node.leaving:
             self.left = True
         if self.rejoining is not None or self._node.closing or self._node.me in self._node.leaving:

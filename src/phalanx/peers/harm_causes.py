@@ -25,7 +25,8 @@ LEAST_RISE = 0.002
 # Times the median distance of all peers from the typical peer; among 3 honest peers, 2 to 3 were measured.
 OUTLIER = 5.0
 LIAR_SHARE = 3  # at most one peer in LIAR_SHARE is assumed to lie
-REPEATED = 0.999  # cosine: honest updates of two rounds or two peers stay below 0.9 after a few inner steps
+# Cosine of a copy; honest updates of two rounds or two peers stay below 0.9 after a few inner steps.
+REPEATED = 0.999
 SKETCH_VALUES = 512
 KEPT_UPDATES = 16  # rounds for which updates are remembered
 
@@ -141,9 +142,7 @@ class UpdateHistory:
     means: deque[tuple[int, Vector]] = field(default_factory=lambda: deque(maxlen=KEPT_UPDATES))
 
     def remember(self, round_number: int, share: tuple[int, int], sketches: Mapping[str, Vector], mean: Vector) -> None:
-        """Remember a committed round. Sketches of a different share cannot be compared, so a new share clears the
-        rest.
-        """
+        """Remember a committed round; a new share clears earlier rounds, whose sketches cannot be compared with it."""
         if share != self.shares:
             self.updates.clear()
             self.means.clear()
@@ -152,9 +151,7 @@ class UpdateHistory:
         self.means.append((round_number, mean))
 
     def repeated(self, share: tuple[int, int], sketches: Mapping[str, Vector]) -> dict[str, str]:
-        """Return peers that send an earlier update or result again, with the reason; {} if there are too many to be
-        liars.
-        """
+        """Return peers that send an earlier update or result again, with the reason; {} if too many seem to."""
         reasons: dict[str, str] = {}
         for peer, sketch in sketches.items() if share == self.shares else ():
             for number, mean in self.means:

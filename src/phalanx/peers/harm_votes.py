@@ -22,7 +22,8 @@ MIN_ACCUSERS = 2  # with two peers, neither can show that the other lies
 AUDIT_EVERY = 8
 # At the start, and after an exclusion: keeping a peer that learnt from wrong labels one round longer cost 0.03 nats.
 FIRST_AUDITS = 4
-WARY_ROUNDS = 8  # rounds with contributions kept apart, after a harmful round was harmless when repeated
+# Rounds with contributions kept apart, after a harmful round was harmless when repeated.
+WARY_ROUNDS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ MOST_PEM_BYTES = 16 * 1024
 ID_DIGITS = 16  # of the fingerprint; peers are pinned by the full fingerprint
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NEW_KEY = "ask the run's owner for a new invitation, which brings a new key"
-VALID_DAYS = 3650  # identities end by revocation, not by date: clocks of volunteers may be wrong
+# Identities end by revocation, not by date: clocks of volunteers may be wrong.
+VALID_DAYS = 3650
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

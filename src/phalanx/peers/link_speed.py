@@ -1,5 +1,4 @@
-"""Measurement of a member's link speed with the other members, before a round begins; shares of a round follow from
-it.
+"""Measurement of a member's link speed with the other members before a round; shares of the round follow from it.
 
 The leader gives one member a turn. That member sends bytes to all others and has them send bytes to it, at the same
 time and over the connections that carry values in a round, for a second or two. The bytes moved are counted by the
@@ -27,18 +26,21 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 16 * 1024
-MOST_BYTES = 8 * 2**20  # per other member and direction; on fast links the measurement ends early
+# Per other member and direction; on fast links the measurement ends early.
+MOST_BYTES = 8 * 2**20
 # Start of a measurement that is left out, in seconds and round trips: TCP starts slowly, and bytes of the previous
 # turn may still be under way.
 BEGIN_S, BEGIN_TRIPS = 0.4, 8
 # The best window counts: a pause of a machine or of TCP is not a property of the link.
 WINDOW_S, WINDOW_TRIPS = 0.8, 8
 WINDOWS = 2.5  # length of a measurement after its start, in windows
-LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4  # bytes that may wait for a link: the larger of the two
+# Bytes that may wait for a link: the larger of the two.
+LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4
 EVERY_S = 0.05  # between two readings of the counters
 CONNECT_S = 2.0
 MOST_S = 8.0  # of one turn; the round does not wait longer for it
-MOST_ASKED = 2  # requests of a member that are answered within MOST_S seconds; one turn needs one
+# Requests of a member that are answered within MOST_S seconds; one turn needs one.
+MOST_ASKED = 2
 MOST_OTHERS = 8  # members that a link is measured with
 MBIT = 125_000.0  # bytes in a megabit
 Sample = tuple[float, int]  # time in seconds, and bytes moved until then
@@ -50,7 +52,8 @@ class LinkSpeed:
     def __init__(self, node: PeerNode) -> None:
         self._node = node
         self.measured_mbps: tuple[float, float] | None = None  # up and down, of this member
-        self.measured: set[str] = set()  # members whose speed in the view was measured, not stated
+        # Members whose speed in the view was measured, not stated.
+        self.measured: set[str] = set()
         self._asked_at: dict[str, list[float]] = {}
         self._is_measuring = False
 
@@ -143,9 +146,7 @@ class LinkSpeed:
             return  # the turn ends without this member
 
     def _may_ask(self, peer: str) -> bool:
-        """Return True if a peer has made fewer than `MOST_ASKED` requests in the last `MOST_S` seconds; counts this
-        one.
-        """
+        """Return True if a peer has made fewer than `MOST_ASKED` requests in the last `MOST_S` seconds."""
         now = time.monotonic()
         recent = [at for at in self._asked_at.get(peer, []) if now - at < MOST_S]
         self._asked_at[peer] = [*recent, now][-8:]

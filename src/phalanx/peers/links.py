@@ -80,7 +80,8 @@ class PeerLinks:
                 message, data = await connection.receive()
                 await self._on_message[purpose](connection, message, data)
         except (ConnectionError, ValueError):
-            pass  # the connection ended, or brought bytes that no peer sends: it is closed below
+            # The connection ended, or brought bytes that no peer sends: it is closed below.
+            pass
         finally:
             connection.abort()
             if table.get(peer) is connection:
@@ -144,9 +145,7 @@ class PeerLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _dial(self, member: Member, purpose: str) -> None:
-        """Dial a member and run the connection; after a failure wait for one heartbeat, so that `maintain` dials
-        again.
-        """
+        """Dial a member and run the connection; after a failure wait one heartbeat before `maintain` may dial again."""
         key = (member.id, purpose)
         try:
             connection = await self._transport.dial(self.address_of(member), purpose, peer=member.id, timeout_s=5.0)

@@ -37,7 +37,8 @@ MOST_NORM = 1e149
 Norm = Annotated[float, Meta(ge=0, le=MOST_NORM)]
 Number = Annotated[int, Meta(ge=-1, le=2**53)]  # number of a round; -1 before the first
 Ballot = tuple[Count, PeerId]
-MOST_ACCUSED = 64  # peers in one vote; votes can identify liars only up to a third of the members
+# Peers in one vote; votes can identify liars only up to a third of the members.
+MOST_ACCUSED = 64
 Accusations = Annotated[dict[PeerId, Text], Meta(max_length=MOST_ACCUSED)]
 
 
@@ -75,7 +76,8 @@ class Join(CompactMessage, frozen=True, kw_only=True, tag="join"):
     """A newcomer's request to become a member."""
 
     member: Member
-    history: Text  # of the view it was in before, empty for none: a member that returns already has a state
+    # History of the view that it was in before, "" for none: a member that returns already has a state.
+    history: Text
 
 
 class PeerRedirect(CompactMessage, frozen=True, kw_only=True, tag="redirect"):
@@ -130,14 +132,17 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     segment: Annotated[int, Meta(ge=4096, le=MOST_SEGMENT_VALUES)]
     weights: dict[PeerId, Amount]
     norms: dict[PeerId, Norm]
-    owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's share of the vector
+    # Begin and end of each owner's share of the vector.
+    owners: dict[PeerId, tuple[Count, Count]]
     dropped: dict[PeerId, Text]
-    paces: dict[PeerId, Amount] = {}  # samples per second that members report; the next samples are dealt by them
+    # Samples per second that members report; the next samples are dealt by them.
+    paces: dict[PeerId, Amount] = {}
     aggregation: Annotated[str, Meta(max_length=20)] = "mean"
     # Members that are ready and have no weight: they send no update and receive the result.
     present: Annotated[list[PeerId], Meta(max_length=4096)] = []
     capped: dict[PeerId, Text] = {}  # members whose claimed weight was cut, with the reason
-    gathered: bool = False  # every member receives all contributions and can leave each of them out
+    # Every member receives all contributions and can leave each of them out.
+    gathered: bool = False
     judged: bool = False  # members evaluate the result and vote on it before it is committed
 
     @property
@@ -159,7 +164,8 @@ class NextView(msgspec.Struct, frozen=True, kw_only=True):
     view: MemberView
     outcome: Accepted | None = None
     holders: Annotated[list[PeerId], Meta(max_length=4096)] = []
-    forced_from: Text = ""  # the history that this view replaces, if it was formed without a majority
+    # The history that this view replaces, if it was formed without a majority.
+    forced_from: Text = ""
 
 
 class Prepare(CompactMessage, frozen=True, kw_only=True, tag="prepare"):
@@ -222,7 +228,8 @@ class Ready(CompactMessage, frozen=True, kw_only=True, tag="ready"):
     quorum: Count
     grace_s: Amount
     timeout_s: Amount
-    call: Count  # number of the member's call of `average`, so that it can ignore answers to an earlier call
+    # Number of the member's call of `average`, so that it can ignore answers to an earlier call.
+    call: Count
     pace: Amount = 0.0  # samples per second
 
 
@@ -260,8 +267,10 @@ class ResultDigest(CompactMessage, frozen=True, kw_only=True, tag="have"):
 
     key: tuple[Count, Count, Count]
     digest: Digest
-    parts: dict[PeerId, Digest]  # by owner, to identify an owner that sent different sums to different members
-    harms: bool | None = None  # True if the round raises the held-out loss beyond chance; None: not judged
+    # By owner, to identify an owner that sent different sums to different members.
+    parts: dict[PeerId, Digest]
+    # True if the round raises the held-out loss beyond chance; None: not judged.
+    harms: bool | None = None
     accused: Accusations = {}
 
 

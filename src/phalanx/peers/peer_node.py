@@ -30,7 +30,8 @@ from phalanx.peers.tls_transport import PeerTransport
 from phalanx.peers.view_agreement import worst_complaints
 from phalanx.peers.view_change import ViewKeeper
 
-PARTING_S = 10.0  # time for a revoked peer to read that it is; on the slowest links a list takes seconds
+# Time that a revoked peer has to read the list; on the slowest links that takes seconds.
+PARTING_S = 10.0
 REVOKED = "this key was revoked by the run's owner"
 EMPTY_VIEW = MemberView(number=0, members=(), next_round=0)
 
@@ -60,14 +61,17 @@ class PeerNode:
         self.joining = GroupEntry(self)
         self.speed = LinkSpeed(self)
         self.progress: dict[str, PeerProgress] = {self.me: PeerProgress()}
-        self.committed: dict[str, int] = {}  # last committed round that each member reports in its heartbeats
-        self.syncing: set[str] = set()  # members that still fetch the state: rounds do not wait for them
+        # Last committed round that each member reports in its heartbeats.
+        self.committed: dict[str, int] = {}
+        # Members that still fetch the state: rounds do not wait for them.
+        self.syncing: set[str] = set()
         self.latency_s: dict[str, float] = {}
         self.provider: Callable[[], PeerState | None] | None = None
         self.leaving: set[str] = set()
         self.closing = False
         self._refused_by: set[str] = set()  # members that refuse this peer's key as revoked
-        self.excluded: dict[str, str] = dict(settings.excluded)  # peers excluded by a vote, with the reason
+        # Peers excluded by a vote, with the reason.
+        self.excluded: dict[str, str] = dict(settings.excluded)
         self.revoked = {digest[:ID_DIGITS] for digest in allowed.revoked} | set(self.excluded)
         self.complaints: dict[tuple[str, str], float] = {}
         # By member: `sent_at` of its last heartbeat (its clock), and the time of arrival (this clock).
@@ -82,7 +86,8 @@ class PeerNode:
 
     async def start(self) -> None:
         """Begin to listen, unless this peer is client-only, and start the heartbeat task."""
-        address: Address = ("0.0.0.0", 1)  # placeholder of a client-only peer, which is never dialled
+        # Placeholder of a client-only peer, which is never dialled.
+        address: Address = ("0.0.0.0", 1)
         if not self.settings.client_only:
             address = await self.transport.listen(
                 self.settings.listen, self._on_accept, lambda why: self.tell("refused", why)
@@ -311,7 +316,8 @@ class PeerNode:
         elif isinstance(message, say.PeerHeartbeat):
             self._on_heartbeat(connection, message)
         elif not self.is_current(connection):
-            return  # only members of this view may send messages about it, or about its successor
+            # Only members of this view may send messages about it, or about its successor.
+            return
         elif isinstance(message, say.Install):
             self.views.on_install(message.proposal)
         elif isinstance(message, say.Leaving):
@@ -345,7 +351,8 @@ class PeerNode:
             forced = self.views.forced is not None and message.history == self.views.forced.forced_from
             missed = self.views.forced if forced else self.views.installed if same else None
             if missed is not None:
-                connection.post(say.Install(proposal=missed))  # the sender was left out of this view
+                # The sender was left out of this view.
+                connection.post(say.Install(proposal=missed))
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
@@ -442,7 +449,8 @@ class PeerNode:
         self.set_syncing(True)
         number = await fetch_state_from(self, into)
         self.rounds.must_fetch = ""
-        if number >= self.view.next_round:  # the state includes rounds whose commit this peer did not receive
+        # The state includes rounds whose commit this peer did not receive.
+        if number >= self.view.next_round:
             self.view = replace(self.view, next_round=number + 1)
         return number
 

@@ -15,7 +15,8 @@ from phalanx.peers.messages import MOST_ACCUSED, RoundPlan
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
-KEPT_PLANS = 4  # plans of the newest attempts: votes may arrive when the next view has already begun
+# Plans of the newest attempts: votes may arrive when the next view has already begun.
+KEPT_PLANS = 4
 
 
 class RoundJudging:
@@ -52,7 +53,8 @@ class RoundJudging:
         try:
             judgement = await asyncio.to_thread(evaluate)
         except BadBytes:
-            return ABSTAINED  # the result cannot be decoded; every member detects that when it is committed
+            # The result cannot be decoded; every member detects that when it is committed.
+            return ABSTAINED
         repeated = {} if judgement.harms is None else self._repeated(attempt)
         reasons = {**judgement.accused, **repeated}
         accused = {peer: reason[:400] for peer, reason in reasons.items() if peer in plan.weights and peer != node.me}

@@ -41,7 +41,8 @@ class RoundLeader:
         self._timer: asyncio.TimerHandle | None = None
         self._turns = SpeedTurns(node)
         self._began = 0.0  # time at which the current attempt began
-        self._opened_at = 0.0  # time at which the previous round was committed here; 0 for the first round of a view
+        # Time at which the previous round was committed here; 0 for the first round of a view.
+        self._opened_at = 0.0
         self._usual_update: UsualUpdate | None = None
         self._audit = AuditSchedule()
         self._clear()
@@ -58,7 +59,8 @@ class RoundLeader:
         self._squares: dict[str, dict[str, float]] = {}
         # Votes brought no decision: the round is repeated without votes, because a run that never continues is useless.
         self._is_undecided = False
-        self._was_harmful = False  # an attempt was harmful: the round is repeated with contributions kept apart
+        # An attempt was harmful: the round is repeated with contributions kept apart.
+        self._was_harmful = False
 
     @property
     def _leads(self) -> bool:
@@ -158,9 +160,7 @@ class RoundLeader:
         self.tick()
 
     def _begin(self) -> None:
-        """Screen the updates, plan an attempt, and send the plan to all members; discard the round if no update
-        counts.
-        """
+        """Screen the updates, and send a plan of an attempt to all members; discard the round if no update counts."""
         node = self._node
         limits = node.rounds.pending.weight_limits if node.rounds.pending is not None else None
         screened = screen_ready(self._ready, node.settings.norm_limit, limits, self._usual_update)
@@ -364,7 +364,8 @@ def plan_shares(members: list[Member], codec: str = "fp32", measured: Container[
     total = sum(speeds)
     for place, member in enumerate(members):
         if member.id in measured and speeds[place] > TAKES_ALL * (total - speeds[place]) > 0.0:
-            speeds[place] = 1e4 * total  # in effect unlimited: the others' shares become smaller than a share can be
+            # In effect unlimited: the others' shares become smaller than a share can be.
+            speeds[place] = 1e4 * total
     if len(set(speeds)) == 1 or codec in GATHERED_CODECS:
         owners = sum(not member.client_only for member in members)
         return [0.0 if member.client_only else 1.0 / owners for member in members]

@@ -343,9 +343,7 @@ class RoundKeeper:
             self._drop_attempts()
 
     def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
-        """Report to the leader that an attempt failed because of a peer; with `drop`, that peer's update is to be left
-        out.
-        """
+        """Report to the leader that an attempt failed because of a peer; with `drop`, its update is to be left out."""
         attempt = self._attempts.get(key)
         if attempt is not None and not attempt.commit_digest:
             self._to_leader(say.AttemptFailed(key=key, peer=peer, reason=reason[:400], drop=drop))
@@ -467,7 +465,8 @@ class RoundKeeper:
         remaining = self._wanted[number] = [peer for peer in self._wanted[number] if node.view.member(peer) is not None]
         if remaining:
             self._moved_at = time.monotonic()  # the member has the usual time to answer
-            remaining.append(remaining.pop(0))  # a member that does not answer is asked again after the others
+            # A member that does not answer is asked again after the others.
+            remaining.append(remaining.pop(0))
             node.links.post(remaining[-1], say.ResultRequest(round_number=number))
             return
         del self._wanted[number]

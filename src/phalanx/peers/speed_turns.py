@@ -36,8 +36,7 @@ class SpeedTurns:
         self._again_s = AGAIN_S
 
     def wait_s(self, ready: Mapping[str, Ready], now: float) -> float:
-        """Return the seconds that a round waits for a measurement, 0 if no member needs one; may start a member's
-        turn.
+        """Return the seconds that a round waits for a measurement, 0 if none is needed; may start a member's turn.
 
         `ready` holds the members that are ready for the round; only they are measured. Nothing is measured where
         shares do not depend on speed: with two members, who both move the whole vector each way, and with a gathered

@@ -1,6 +1,4 @@
-"""Transfer of the training state to a newcomer: a list of tensors with digests, then their bytes, from the nearest
-peer.
-"""
+"""Transfer of the training state to a newcomer: a list of tensors with digests, then their bytes."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ async def serve_state_to(
 
 
 def describe_state(state: PeerState) -> list[TensorFacts]:
-    """Return names, sizes and digests of a state's tensors; raises ValueError for a name that `is_tensor_name`
-    refuses.
-    """
+    """Return names, sizes and digests of a state's tensors; raises ValueError for an invalid name."""
     if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
         raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
     return [

@@ -138,7 +138,8 @@ class PeerTransport:
             await self._door.close()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)  # aborted transports are freed in the next iteration of the event loop
+        # Aborted transports are freed in the next iteration of the event loop.
+        await asyncio.sleep(0)
 
     async def _introduce(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
@@ -238,14 +239,16 @@ def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
     """Return a TLS 1.3 context that presents the identity's certificate and requires one of the other side."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate is pinned, and addresses of volunteers change
+    # The certificate is pinned, and addresses of volunteers change.
+    context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Strict verification, the default since Python 3.13, requires extensions of an authority in a pinned certificate.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if side == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # a resumed session would not check the certificate again
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:  # 0700; the ssl module reads keys from files only
+    # A folder of mode 0700, because the ssl module reads keys from files only.
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         path = Path(folder) / "identity.pem"
         path.touch(mode=0o600)
         path.write_text(identity.key_pem + identity.certificate_pem, encoding="ascii")

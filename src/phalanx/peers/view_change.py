@@ -30,7 +30,8 @@ class _Ballot:
         self.promises: dict[str, say.Promise] = {}
         self.agreed: set[str] = set()
         self.is_lost = False
-        self.asked: tuple[set[str], PeerMessage] | None = None  # recipients and content of the last request
+        # Recipients and content of the last request.
+        self.asked: tuple[set[str], PeerMessage] | None = None
         self.changed = asyncio.Event()
 
 
@@ -169,12 +170,11 @@ class ViewKeeper:
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
         """Return True if a candidature is still valid and the peers in `present` are enough to decide it."""
         enough = self._decides(present) if mine.deciders is None else mine.deciders <= present
-        return self._ballot is mine and not mine.is_lost and enough  # `install` forgets the ballot
+        # `install` sets `_ballot` to None, which ends the candidature.
+        return self._ballot is mine and not mine.is_lost and enough
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
-        """Wait for answers to a candidature until `is_enough()` returns True, it is lost, or `dead_after_s` has
-        passed.
-        """
+        """Wait until `is_enough()` returns True, the candidature is lost, or `dead_after_s` has passed."""
         assert callable(is_enough)
         try:
             async with asyncio.timeout(self._node.settings.dead_after_s):

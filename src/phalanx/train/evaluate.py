@@ -40,7 +40,8 @@ class Score:
     bits_per_byte: float
     tokens: int
     seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the user's metrics, per valid token
+    # The user's metrics, per valid token.
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class HeldoutScorer:
@@ -115,7 +116,8 @@ def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None
     try:
         return TokenDataset.open(list(folders), "heldout", vocab=vocab)
     except UserError:
-        return None  # the dataset was built without held-out documents, which training does not need
+        # The dataset was built without held-out documents, which training does not need.
+        return None
 
 
 class Evaluator(Callback):
@@ -193,9 +195,7 @@ def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -
 
 @torch.no_grad()
 def generate_tokens(model: Decoder, start: list[int], count: int, window: int, generator: torch.Generator) -> list[int]:
-    """Return `start` and up to `count` tokens after it, each drawn from the likeliest few; stops at the end of the
-    text.
-    """
+    """Return `start` and up to `count` more tokens, each drawn from the likeliest few; stops at the end of the text."""
     tokens = list(start)
     end = start[0]
     for _ in range(count):

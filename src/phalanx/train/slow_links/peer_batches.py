@@ -32,7 +32,8 @@ class PeerBatches:
     ) -> None:
         self._dataset, self._sampler, self._sequence = dataset, sampler, sequence
         self._deal, self._rank, self.digest, self._share_of = deal, data_rank, digest, share_of
-        self.position, self.restore_position = position, restore  # rounds and members, from which the deal follows
+        # Rounds and members, from which the deal follows.
+        self.position, self.restore_position = position, restore
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
         """Return (tokens, targets) of this rank in a step."""

@@ -82,12 +82,16 @@ class AgreedRound:
     """Facts of a committed round that all peers know alike."""
 
     number: int
-    weights: dict[str, float]  # tokens of each peer that took part, by id; 0 for peers without an update
+    # Tokens of each peer that took part, by id; 0 for peers without an update.
+    weights: dict[str, float]
     dropped: dict[str, str]
-    paces: dict[str, float] = field(default_factory=dict)  # samples per second that each peer reported
-    shares: dict[str, float] = field(default_factory=dict)  # part of the vector that each peer averaged
+    # Samples per second that each peer reported.
+    paces: dict[str, float] = field(default_factory=dict)
+    # Part of the vector that each peer averaged.
+    shares: dict[str, float] = field(default_factory=dict)
     aggregation: str = "mean"
-    capped: dict[str, str] = field(default_factory=dict)  # peers that claimed more tokens than they were dealt
+    # Peers that claimed more tokens than they were dealt.
+    capped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -121,7 +125,8 @@ class PeerExchange:
         self._link, self._sync, self._stop, self._frozen = link, sync, stop, frozen
         self.round = 0
         self._senders: dict[object, Sender] = {}
-        self._thread = ThreadPoolExecutor(1, "peer-round")  # one thread, so that rounds are done in order
+        # One thread, so that rounds are done in order.
+        self._thread = ThreadPoolExecutor(1, "peer-round")
 
     def average(
         self,
@@ -259,7 +264,8 @@ class PendingRound:
             with self.frozen() if self.frozen is not None else nullcontext():
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
-            is_behind = result.behind and not self.exchange.is_stopping  # a peer that leaves needs no newer state
+            # A peer that leaves needs no newer state.
+            is_behind = result.behind and not self.exchange.is_stopping
             answer = {"committed": result.committed, "behind": is_behind, "has_vector": vector is not None}
             answer["reason"] = result.reason
             answer["round"] = asdict(_agreed_round(result))

@@ -58,7 +58,8 @@ class SessionFacts:
     up_mbps: float | None = None
     down_mbps: float | None = None
     client_only: bool = False
-    routes: tuple[tuple[str, str, int], ...] = ()  # id, host, port: addresses that replace the advertised ones
+    # Id, host, port: addresses that replace the advertised ones.
+    routes: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def bandwidth(self) -> Bandwidth | None:
@@ -221,7 +222,8 @@ class PeerSession:
             tell(event)
 
     def _on_event(self, event: PeerEvent) -> None:
-        if event.kind not in ("committed", "view"):  # training records rounds itself, with more facts
+        # Training records rounds itself, with more facts.
+        if event.kind not in ("committed", "view"):
             if self._tell is None:
                 self._early.append(event)
             else:
@@ -235,7 +237,8 @@ class PeerSession:
                 if stored.replaces(self._allowed):
                     self.group.set_allowed(stored)
                 elif self._allowed.replaces(stored):
-                    self._keep_allowed(self._allowed)  # it could not be stored when it arrived: the disk was full
+                    # It could not be stored when it arrived: the disk was full.
+                    self._keep_allowed(self._allowed)
                 self._answer_request()
                 self._write_status()
             except (UserError, OSError, ValueError):  # a file that is being written, or a group that is being closed

@@ -24,7 +24,8 @@ from phalanx.train.state.training_state import state_numbers, take_state_numbers
 META = "meta.json"
 MOST_META_BYTES = 64 * 2**20  # ten times the names and shapes of a hundred thousand tensors
 WIDEST_BYTES = 8  # of a value: peers may hold fp32 or fp64
-FREEZE_S = 5.0  # limit between the beginning of a round and training's wait for it, usually a thread's start
+# Limit between the beginning of a round and training's wait for it, usually a thread's start.
+FREEZE_S = 5.0
 PATIENCE_S = 120.0  # limit of the group's wait for training to reach the end of a step
 
 

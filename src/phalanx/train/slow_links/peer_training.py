@@ -91,17 +91,22 @@ class PeerTraining(Callback):
         self.id = str(spread_object(link.id if link is not None else ""))
         self.ledger = RoundLedger(waits_for_all=sync.mode != "quorum")
         self._pace = PaceMeter()
-        self._boundary: dict[str, Any] = {}  # a newcomer's position, as of the last step that all peers have done
-        self._tokens: dict[int, int] = {}  # tokens learnt from since each fragment was exchanged, by fragment
+        # A newcomer's position, as of the last step that all peers have done.
+        self._boundary: dict[str, Any] = {}
+        # Tokens learnt from since each fragment was exchanged, by fragment.
+        self._tokens: dict[int, int] = {}
         self._samples = 0  # samples learnt from since the last round
         self._exchanged_step = -1
         self._sent_fragment: int | None = None
         self._screen: LossScreen | None = None
         self._gate: HeldoutGate | None = None
-        self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
-        self._under_way: tuple[int, int, float] | None = None  # the same for checkpoints: step, fragment, tokens
+        # Step to apply it after, fragment, round.
+        self._pending: tuple[int, int, PendingRound] | None = None
+        # The same for checkpoints: step, fragment, tokens.
+        self._under_way: tuple[int, int, float] | None = None
         self._training: TrainingContext | None = None
-        self._is_leaving = False  # asked to stop between two steps: the loop ends before the next one
+        # Asked to stop between two steps: the loop ends before the next one.
+        self._is_leaving = False
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
 
@@ -125,7 +130,8 @@ class PeerTraining(Callback):
             )
             engine.peer_state = [*self.outer.state(), *self._carried.state()]
         engine.average_over_peers = self._average_gradients
-        engine.listener = None  # it would measure the gradient noise of one peer as that of the global batch
+        # It would measure the gradient noise of one peer as that of the global batch.
+        engine.listener = None
 
     def open_batches(
         self, folder: Path, job: Job, plan: BatchPlan, engine: Engine
@@ -148,9 +154,7 @@ class PeerTraining(Callback):
         return self.batches, dataset
 
     def enter(self, training: TrainingContext, step: int) -> int:
-        """Join the group with the state after `step` steps, or with the group's newer state; return the step to begin
-        at.
-        """
+        """Join the group with the state after `step` steps, or with the group's newer state; return the first step."""
         self._training, training.step = training, step  # copies of the state depend on the step
         if self.outer is not None and not step:
             self.outer.reset()
@@ -169,7 +173,8 @@ class PeerTraining(Callback):
         is_elsewhere = False
         if self._link is not None and self._entry is not None:
             self._link.serve_state(self._server.provide)
-            self._link.expect_values(max(1, self._gradients.length))  # a round of `meet` has a vector of one value
+            # A round of `meet` has a vector of one value.
+            self._link.expect_values(max(1, self._gradients.length))
             number = self.exchange.round
             is_elsewhere = self._entry.join_group(number).next_round != number
             if not is_elsewhere:
@@ -198,9 +203,7 @@ class PeerTraining(Callback):
         self._resume_rounds()
 
     def _resume_rounds(self) -> None:
-        """Restore what a checkpoint holds of rounds: the codecs' losses, and an update that was under way, which is
-        sent again.
-        """
+        """Restore the codecs' losses from a checkpoint, and send an update that was under way again."""
         for fragment in range(len(self._fragments)):
             self.exchange.load_sender(fragment, self._carried.lost(fragment))
         if self._under_way is not None:
@@ -294,7 +297,8 @@ class PeerTraining(Callback):
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
         self._under_way = None
         if (under_way := position.get("under_way")) is not None:
-            until, fragment, tokens = under_way[:3]  # a fourth value, of older checkpoints, is not needed
+            # A fourth value, of older checkpoints, is not needed.
+            until, fragment, tokens = under_way[:3]
             self._under_way = (int(until), int(fragment), float(tokens))
 
     def _mark_boundary(self, step: int) -> None:
@@ -392,7 +396,8 @@ class PeerTraining(Callback):
             rows = (torch.from_numpy(array) for array in self.batches.read(own))
             further = self._engine.more_gradients(*rows)
         for place, grad in enumerate(grads):
-            if total is None:  # no peer's gradient was finite: with NaN the engine skips the step
+            # No peer's gradient was finite: with NaN the engine skips the step.
+            if total is None:
                 grad.fill_(float("nan"))
             else:
                 grad.copy_(total[place])
@@ -454,7 +459,8 @@ class PeerTraining(Callback):
         is_last = training.step >= total
         if self._pending is not None and (is_last or training.step >= self._pending[0]):
             _, sent, sent_round = self._pending
-            self._apply(training, sent, sent_round)  # if it raises (a stop), the update remains under way
+            # If it raises (a stop), the update remains under way.
+            self._apply(training, sent, sent_round)
             self._pending = self._under_way = None
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for number in due:

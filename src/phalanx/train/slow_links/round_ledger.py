@@ -24,8 +24,10 @@ class RoundLedger:
         self._waits_for_all = waits_for_all  # False: a quorum is enough for a round
         self.members: tuple[str, ...] = ()
         self.credit: dict[str, int] = {}  # samples that each peer's updates counted for, by id
-        self.paces: dict[str, float] = {}  # samples per second that each peer reported in the last round
-        self._missed: dict[str, int] = {}  # consecutive rounds that a member was late for, with a quorum
+        # Samples per second that each peer reported in the last round.
+        self.paces: dict[str, float] = {}
+        # Consecutive rounds that a member was late for, with a quorum.
+        self._missed: dict[str, int] = {}
         # Samples dealt and not counted yet, by fragment and peer; None after restoring a checkpoint without them.
         self._owed: dict[int, dict[str, int]] | None = {}
         self._dealt: dict[str, Ranges] = {}
@@ -91,7 +93,7 @@ class RoundLedger:
         self.credit = {str(peer): int(count) for peer, count in state["credit"].items()}
         self._missed = {str(peer): int(count) for peer, count in state.get("missed", {}).items()}
         self.paces = {str(peer): float(pace) for peer, pace in state.get("paces", {}).items()}
-        # None: without the samples owed, weights are limited with the norms (`screening.screen_ready`) and not by the deal.
+        # None: weights are then limited together with the norms (`screening.screen_ready`), and not by the deal.
         self._owed = None
         if state.get("owed") is not None:
             self._owed = {

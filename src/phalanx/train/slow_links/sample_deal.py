@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from phalanx.network.slow_shares import pace_weights
 
-Ranges = tuple[range, ...]  # disjoint positions of the sampler, in the order in which a peer takes them
+# Disjoint positions of the sampler, in the order in which a peer takes them.
+Ranges = tuple[range, ...]
 
 
 def deal_samples(

@@ -15,7 +15,8 @@ from phalanx.train.slow_links.peer_exchange import GroupLink
 from phalanx.units import plural
 
 POLL_S = 0.05  # between checks of the membership
-FETCH_S = 600.0  # for the whole state; a peer that stalls is given up after `state_transfer.STALL_S`
+# For the whole state; a peer that stalls is given up after `state_transfer.STALL_S`.
+FETCH_S = 600.0
 
 
 class TrainingEntry:
@@ -81,8 +82,7 @@ class TrainingEntry:
             time.sleep(POLL_S)
 
     def check_majority(self, round_number: int, members: Sequence[str]) -> None:
-        """Raise SystemFailure unless a majority of the peers that a restarted peer was with is present, or training
-        on.
+        """Raise SystemFailure unless a majority of a restarted peer's former members is present, or training on.
 
         Otherwise the others may be training where this peer cannot reach them, and the same rounds would be committed
         twice.

@@ -21,8 +21,9 @@ RISE = 0.01  # largest relative rise of the loss; an update above it is useless
 
 
 class LossScreen:
-    """Scores updates of weights by the loss they cause; to be used only while training waits, as it changes the
-    weights.
+    """Scores updates of weights by the loss they cause; only to be used while training waits.
+
+    It changes the engine's weights, and restores them.
     """
 
     def __init__(self, engine: Engine, outer: OuterOptimizer, folders: Sequence[Path]) -> None:
