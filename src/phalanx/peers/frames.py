@@ -46,7 +46,7 @@ class PeerConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # Bytes that the kernel holds unsent cannot be taken back; bytes in flight are limited by the link only.
             with contextlib.suppress(OSError, AttributeError):
-                # 25 is TCP_NOTSENT_LOWAT of Linux, which the socket module lacks.
+                # 25 is TCP_NOTSENT_LOWAT on Linux.
                 sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)
         self._sock = sock
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)

@@ -147,7 +147,11 @@ class PeerGroup:
         return dict(self._node.progress)
 
     def links(self) -> dict[str, dict[str, float]]:
-        """Return statistics of the connections by peer id: `latency_s`, `silent_s`, `sent_bytes`, `received_bytes`."""
+        """Return statistics of the connections, by peer id.
+
+        `latency_s` is one way, `silent_s` the time since the last frame; `sent_bytes` and `received_bytes` count both
+        the control and the data connection.
+        """
         return self._call(_run_soon(self._node.link_facts))
 
     def average(

@@ -84,8 +84,8 @@ class GroupEntry:
             raise first_refusal(refusals) or unreachable(list(addresses), why) from None
 
     async def _join_through(self, address: Address) -> bool:
-        """Ask the member at `address`, follow it to the leader, and wait for the view; return True if this peer is in
-        it.
+        """Ask the member at `address`, follow it to the leader, and wait for the view; return True once it has this
+        peer.
         """
         for _ in range(4):
             connection = await self._node.transport.dial(address, "join")

@@ -92,7 +92,7 @@ def screen_ready(
 
 
 def _references(values: Mapping[str, float], last: float) -> dict[str, float]:
-    """Return the reference for each value: the median, or of two values the larger of the other and the last round's."""
+    """Return the reference of each value: the median, or of two values the larger of the other and the last round's."""
     if len(values) != 2:
         return dict.fromkeys(values, statistics.median(values.values())) if values else {}
     first, second = values

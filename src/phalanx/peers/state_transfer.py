@@ -68,8 +68,8 @@ async def serve_state_to(
 
 def describe_state(state: PeerState) -> list[TensorFacts]:
     """Return names, sizes and digests of a state's tensors; raises ValueError for an invalid name."""
-    if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
-        raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
+    if invalid := [name for name in state.tensors if not is_tensor_name(name)]:
+        raise ValueError(f"{invalid[0]!r} is not a name for a tensor")
     return [
         TensorFacts(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
         for name, data in sorted(state.tensors.items())
@@ -84,8 +84,8 @@ def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | 
     names, total = {fact.name for fact in facts}, sum(fact.size for fact in facts)
     if len(names) != len(facts) or total > MOST_STATE_BYTES:
         raise BadState("its list of tensors is impossible")
-    if wrong := sorted(name for name in names if not is_tensor_name(name)):
-        raise BadState(f"{wrong[0]!r} is not a name for a tensor")
+    if invalid := sorted(name for name in names if not is_tensor_name(name)):
+        raise BadState(f"{invalid[0]!r} is not a name for a tensor")
     if most_bytes is None:
         return total
     if differing := sorted(names ^ set(most_bytes)):

@@ -195,7 +195,7 @@ class PeerTransport:
         return connection, hello
 
     def _refusal(self, fingerprint: str, hello: Hello) -> PeerRefusal | None:
-        """Return the refusal of a hello, or None: revoked or unknown key, other protocol version, or other run."""
+        """Return the refusal of a hello, or None if key, protocol version and run facts are right."""
         if fingerprint in self.allowed.revoked:
             return PeerRefusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
         if fingerprint not in self.fingerprints:

@@ -221,7 +221,7 @@ class ViewKeeper:
             self._ballot.changed.set()
 
     def _on_prepare(self, peer: str, message: say.Prepare) -> say.Promise | say.Nack:
-        """Promise a candidate the view, unless the leader is alive and is not leaving."""
+        """Answer a candidate with a promise; reject it if it is not the leader and the leader is alive and stays."""
         node = self._node
         leader = node.view.leader
         # While the leader is alive no other member may freeze the view: one bad link must not stop the group.

@@ -36,7 +36,8 @@ class HeldoutGate:
         self._began_s = math.inf
         # The newest judged round's result, by place of the shard, and its losses; not yet applied.
         self._judged: tuple[dict[int, torch.Tensor], Losses] | None = None
-        # Losses of the present shared weights, if the round that produced them was judged (decision 0071).
+        # Losses of the present shared weights, if they were evaluated already: for the last round, or for an earlier
+        # attempt at this one (decision 0071).
         self._shared_losses: Losses | None = None
 
     @property

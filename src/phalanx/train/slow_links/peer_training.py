@@ -154,7 +154,7 @@ class PeerTraining(Callback):
         return self.batches, dataset
 
     def enter(self, training: TrainingContext, step: int) -> int:
-        """Join the group with the state after `step` steps, or with the group's newer state; return the first step."""
+        """Join the group with the state after `step` steps, or take the group's newer state; return the steps done."""
         self._training, training.step = training, step  # copies of the state depend on the step
         if self.outer is not None and not step:
             self.outer.reset()
