@@ -100,6 +100,7 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
         return "it lacks norms"
     if plan.gathered and not plan.judged:
         return "it keeps contributions apart, and no member judges them"
+    # A round in which no member has a weight still needs members that are present, and has no values.
     is_counted = min(plan.weights.values()) > 0.0 if plan.weights else bool(plan.present) and plan.values == 0
     if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not is_counted or set(plan.present) & set(plan.weights):
         return "its sizes or weights are impossible"

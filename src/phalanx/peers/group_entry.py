@@ -87,6 +87,7 @@ class GroupEntry:
         """Ask the member at `address`, follow it to the leader, and wait for the view; return True once it has this
         peer.
         """
+        # Several redirects, because the leader may change in the meantime.
         for _ in range(4):
             connection = await self._node.transport.dial(address, "join")
             try:

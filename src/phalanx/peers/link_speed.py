@@ -168,6 +168,7 @@ def steady_rate(streams: Sequence[Sequence[Sample]], begin_s: float, window_s: f
     if not flowing:
         return 0.0
     least = min(map(len, flowing))
+    # Index of the last sample at which all streams still moved bytes.
     ends = min(max(at for at in range(1, least) if stream[at][1] > stream[at - 1][1] or at == 1) for stream in flowing)
     times = [at for at, _ in flowing[0][: ends + 1]]
     total = [sum(stream[at][1] for stream in flowing) for at in range(ends + 1)]

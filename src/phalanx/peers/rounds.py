@@ -202,6 +202,7 @@ class RoundKeeper:
         try:
             early = self._early.adopt(plan, counted_call.call if counted_call else None)
         except StaleValues as error:
+            # The leader begins again with the next attempt, whose key differs from that of the stale values.
             self._sending.stop()
             self._newest = plan.key
             self._to_leader(say.AttemptFailed(key=plan.key, peer=node.me, reason=str(error)[:400], drop=False))

@@ -50,6 +50,7 @@ class SpeedTurns:
             return self._ends - now
         self._turn = ""
         for member in view.members:
+            # A bandwidth that was not measured is one that the member's owner stated.
             is_known = member.bandwidth is not None and member.id not in self.measured
             if is_known or member.instance in self._had or member.id not in ready:
                 continue

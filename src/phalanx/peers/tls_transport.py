@@ -242,6 +242,7 @@ def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
     # The certificate is pinned, and addresses of volunteers change.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    # A listed certificate is trusted by itself, without an authority above it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Strict verification, the default since Python 3.13, requires extensions of an authority in a pinned certificate.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT

@@ -142,6 +142,7 @@ class ViewKeeper:
         self._send(voters, say.Prepare(view_number=view.number, ballot=candidature.ballot))
         # A newcomer may have the id of a member: of its earlier process, which no longer answers.
         await self._collect(candidature, lambda: voters - set(self._joining) - {node.me} <= set(candidature.promises))
+        # After a failure a random pause, so that two candidates do not reject each other again and again.
         if not self._may_go_on(candidature, set(candidature.promises)):
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return

@@ -388,6 +388,7 @@ class PeerTraining(Callback):
                 weight += added
             counted = {peer: round(tokens / sequence) for peer, tokens in agreed.weights.items()}
             uncounted = uncounted_samples(dealt, counted)
+            # Two rounds in a row without any gradient end the step, which would otherwise be repeated without end.
             if not uncounted or not self.members or (is_stuck and mean is None):
                 break
             is_stuck = mean is None
@@ -396,8 +397,8 @@ class PeerTraining(Callback):
             rows = (torch.from_numpy(array) for array in self.batches.read(own))
             further = self._engine.more_gradients(*rows)
         for place, grad in enumerate(grads):
-            # No peer's gradient was finite: with NaN the engine skips the step.
             if total is None:
+                # No peer's gradient was finite: with NaN the engine skips the step.
                 grad.fill_(float("nan"))
             else:
                 grad.copy_(total[place])
