@@ -1,7 +1,7 @@
-"""Who may take part: certificates and revoked fingerprints, numbered and signed by the run's owner.
+"""The run's allowlist: admitted certificates and revoked fingerprints, numbered and signed by the run's owner.
 
-Every peer pins the owner, not the list: a newer list of the same owner spreads from peer to peer and takes effect where
-it arrives. Nobody else can write one.
+Every peer pins the owner, not the list: a newer list of the same owner spreads from peer to peer and takes effect
+where it arrives. Only the owner can write one.
 """
 
 from __future__ import annotations
@@ -35,114 +35,117 @@ MOST_LIST_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllowList:
-    """Certificates of those who may take part, of which the owner's is the first, and who was sent away for good."""
+    """Certificates of the peers that may take part, the owner's first, and fingerprints that were revoked."""
 
     run_id: str
     version: int
     certificates: tuple[str, ...]
     revoked: frozenset[str] = frozenset()
-    revoked_names: tuple[tuple[str, str], ...] = ()  # fingerprint and name, so that people know who it was
+    revoked_names: tuple[tuple[str, str], ...] = ()  # fingerprint and name, for people
     signature: bytes = b""
 
     @classmethod
     def create(cls, owner: PeerIdentity, run_id: str, certificates: Iterable[str] = ()) -> AllowList:
-        """The first list of a run; `owner` is on it whether named or not."""
-        others = tuple(one for one in certificates if one != owner.certificate_pem)
-        return cls(run_id=run_id, version=1, certificates=(owner.certificate_pem, *others))._signed(owner)
+        """Create the first list of a run; the owner's certificate is added if `certificates` lacks it."""
+        peer_pems = tuple(pem for pem in certificates if pem != owner.certificate_pem)
+        return cls(run_id=run_id, version=1, certificates=(owner.certificate_pem, *peer_pems))._signed(owner)
 
     def add(self, owner: PeerIdentity, certificate_pem: str) -> AllowList:
-        """With one more peer; raises UserError for one that was revoked, or where `owner` does not own the list."""
+        """Return the list with one more peer.
+
+        Raises UserError for a revoked certificate, and where `owner` does not own the list.
+        """
         if fingerprint_of(certificate_pem) in self.revoked:
-            what = "this certificate was revoked"
-            raise mistake("allowlist", what, fix="the peer needs a new identity and a new invitation")
+            problem = "this certificate was revoked"
+            raise mistake("allowlist", problem, fix="the peer needs a new identity and a new invitation")
         if certificate_pem in self.certificates:
             return self
-        more = replace(self, version=self.version + 1, certificates=(*self.certificates, certificate_pem))
-        return more._signed(owner)
+        longer = replace(self, version=self.version + 1, certificates=(*self.certificates, certificate_pem))
+        return longer._signed(owner)
 
     def revoke(self, owner: PeerIdentity, fingerprint: str) -> AllowList:
-        """Without the peer of this fingerprint (or of this id), for good."""
-        every = {fingerprint_of(pem): pem for pem in self.certificates}
-        known = {one: pem for one, pem in every.items() if fingerprint in (one, one[:ID_DIGITS])}
-        if not known:
+        """Return the list with the peer of this fingerprint, or of this id, revoked; this cannot be undone."""
+        pems = {fingerprint_of(pem): pem for pem in self.certificates}
+        matches = {digest: pem for digest, pem in pems.items() if fingerprint in (digest, digest[:ID_DIGITS])}
+        if not matches:
             raise mistake("allowlist", f"{fingerprint[:64]} is nobody's fingerprint or id on the list")
-        if self.owner_fingerprint in known:
+        if self.owner_fingerprint in matches:
             raise mistake("allowlist", "the owner of a run cannot be revoked", why="nobody could sign the next list")
-        rest = tuple(pem for pem in self.certificates if pem not in known.values())
-        names = {**dict(self.revoked_names), **{one: self.fingerprints()[one] for one in known}}
+        remaining = tuple(pem for pem in self.certificates if pem not in matches.values())
+        names = {**dict(self.revoked_names), **{digest: self.fingerprints()[digest] for digest in matches}}
         shorter = replace(
             self,
             version=self.version + 1,
-            certificates=rest,
-            revoked=self.revoked | set(known),
+            certificates=remaining,
+            revoked=self.revoked | set(matches),
             revoked_names=tuple(sorted(names.items())),
         )
         return shorter._signed(owner)
 
     @property
     def owner_fingerprint(self) -> str:
-        """Of the only key that signs newer lists."""
+        """Fingerprint of the owner's certificate, whose key is the only one that signs newer lists."""
         return fingerprint_of(self.certificates[0])
 
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint and name of everybody who may take part."""
+        """Return the fingerprint and name of every peer that may take part."""
         return {
             fingerprint_of(pem): certificate_name(parse_certificate(pem, where="allowlist"), where="allowlist")
             for pem in self.certificates
         }
 
     def replaces(self, older: AllowList) -> bool:
-        """Whether this is a newer list of the same run and owner; its signature was checked when it was read.
+        """Return True if this is a newer list of the same run and owner; its signature was checked when it was read.
 
-        One that forgets a revocation is none: whoever was sent away stays away.
+        A list that lacks an earlier revocation does not replace: revoked peers stay revoked.
         """
         same = self.run_id == older.run_id and self.owner_fingerprint == older.owner_fingerprint
         return same and self.version > older.version and older.revoked <= self.revoked
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Return the values that `from_json` reads."""
         return {**self._content(), "signature": base64.b64encode(self.signature).decode("ascii")}
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, owner: str = "") -> AllowList:
-        """A list whose signature is right, and of the owner with this fingerprint where one is given.
+        """Read a list with a valid signature, of the owner with fingerprint `owner` if that is given.
 
         Raises UserError for anything else: files and messages come from strangers.
         """
         try:
-            found = cls(
+            parsed = cls(
                 run_id=_text(data["run_id"], 200),
                 version=_whole(data["version"]),
-                certificates=tuple(_text(one, 16 * 1024) for one in _list(data["certificates"])),
-                revoked=frozenset(_text(one, 64) for one in _list(data["revoked"])),
+                certificates=tuple(_text(pem, 16 * 1024) for pem in _list(data["certificates"])),
+                revoked=frozenset(_text(digest, 64) for digest in _list(data["revoked"])),
                 revoked_names=_names(data.get("revoked_names", {})),
                 signature=base64.b64decode(_text(data["signature"], 400), validate=True),
             )
-            fingerprints = [fingerprint_of(pem) for pem in found.certificates]
+            fingerprints = [fingerprint_of(pem) for pem in parsed.certificates]
         except (KeyError, TypeError, ValueError) as error:
             raise mistake(where, "is not an allowlist") from error
-        if not fingerprints or len({one[:ID_DIGITS] for one in fingerprints}) < len(fingerprints):
+        if not fingerprints or len({digest[:ID_DIGITS] for digest in fingerprints}) < len(fingerprints):
             raise mistake(where, "is not an allowlist: it names nobody, or somebody twice")
-        if found.revoked & set(fingerprints):
+        if parsed.revoked & set(fingerprints):
             raise mistake(where, "allows a peer that it also revokes")
-        if not dict(found.revoked_names).keys() <= found.revoked:
+        if not dict(parsed.revoked_names).keys() <= parsed.revoked:
             raise mistake(where, "is not an allowlist: it names somebody who was not revoked")
-        if owner and found.owner_fingerprint != owner:
+        if owner and parsed.owner_fingerprint != owner:
             raise mistake(
                 where, "the allowlist belongs to another owner", why=f"the run's owner is {owner[:ID_DIGITS]}"
             )
-        if not is_signed(found.certificates[0], found._signed_bytes(), found.signature):
+        if not is_signed(parsed.certificates[0], parsed._signed_bytes(), parsed.signature):
             raise mistake(where, "the allowlist was changed after its owner signed it")
-        found.fingerprints()  # every certificate can be read
-        return found
+        parsed.fingerprints()  # every certificate can be read
+        return parsed
 
     def save(self, path: Path) -> None:
-        """As a JSON file."""
+        """Write the list to a JSON file."""
         write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, *, owner: str = "") -> AllowList:
-        """From a file; raises UserError."""
+        """Read a list from a file; raises UserError."""
         try:
             data = load_json(path, MOST_LIST_BYTES)
         except FileNotFoundError as error:
@@ -174,7 +177,7 @@ class AllowList:
 
 @contextmanager
 def locked_list(path: Path) -> Iterator[None]:
-    """Nobody else who asks changes the list in this file meanwhile: whoever reads, changes and writes it holds this."""
+    """Hold a file lock on the list at `path`: callers that read, change and write the list take it."""
     try:
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -191,7 +194,7 @@ def _names(value: object) -> tuple[tuple[str, str], ...]:
         raise ValueError("not names")
     if not all(NAME.fullmatch(_text(name, 100)) for name in value.values()):
         raise ValueError("not a name")
-    return tuple(sorted((_text(one, 64), name) for one, name in value.items()))
+    return tuple(sorted((_text(digest, 64), name) for digest, name in value.items()))
 
 
 def _text(value: object, most: int) -> str:

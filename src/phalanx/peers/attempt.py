@@ -1,10 +1,10 @@
-"""One attempt at a round as one member sees it: pieces of updates come in, means go out; bytes only, no sockets.
+"""One attempt at a round as one member holds it: segments of updates come in, means go out; bytes only, no sockets.
 
-A vector is cut into segments. The owner of a segment sums it as soon as every update's piece of it is there and sends
-the mean to all at once, so that links carry both directions at the same time. All members decode the same encoded
-means: their results are equal to the last bit. Of a gathered codec (topk-2bit), and between two peers, the "mean" is
-all pieces as they came, one after the other in the order of ids; a member is sent those of the others, and puts its
-own among them.
+A vector is divided into segments. The owner of a segment sums it as soon as every update's values of it have arrived,
+and sends the mean to all at once, so that links carry both directions at the same time. All members decode the same
+encoded means, so their results are equal to the last bit. With a gathered codec (topk-2bit), and between two peers,
+the "mean" consists of all updates' bytes as they arrived, concatenated in the order of ids; a member is sent those of
+the others, and inserts its own.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
 from phalanx.peers.messages import MOST_SEGMENT_VALUES, RoundPlan
 from phalanx.peers.node_settings import MOST_VALUES
 
-SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
-DIRECT_SEGMENT_BYTES = 128 * 1024  # of two peers, where nothing waits for a piece: fewer heads and TLS records
-MOST_NAMED = 4096  # peers in a plan of a round that is over
-# A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
+# A fortieth of a second at 10 Mbit/s, so that the mean of a segment is complete soon after its first bytes.
+SEGMENT_BYTES = 32 * 1024
+# Between two peers, where no sum waits for a segment: fewer headers and TLS records.
+DIRECT_SEGMENT_BYTES = 128 * 1024
+MOST_NAMED = 4096  # peers in a plan, also of a round of an earlier view
+# Allowed ratio of measured to stated norm: a codec changes the norm a little (2-bit values by up to a tenth).
 NORM_TOLERANCE = 1.5
 
 
 class BadUpdate(Exception):
-    """What a peer sent cannot be summed."""
+    """Values from a peer cannot be summed."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(peer, reason)
@@ -63,16 +65,17 @@ class PendingAverage:
 
 
 def sum_of_squares(values: Vector) -> float:
-    """In float64; not finite where a value is not, or is too large.
+    """Return the sum of squares in float64; not finite if a value is not, or is too large.
 
-    Not by BLAS: its threads wait for each other, 41 ms for one segment of int8 on two busy cores instead of 0.05 ms.
+    Computed without BLAS, whose threads wait for each other: 41 ms instead of 0.05 ms for one segment of int8 on two
+    busy cores.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.square(values, dtype=np.float64).sum())
 
 
 def segment_values(codec: str, top_share: float, *, is_direct: bool = False) -> int:
-    """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
+    """Return the number of values in a segment: about `SEGMENT_BYTES`, and a multiple of every codec's block.
 
     >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03), segment_values("fp32", 0.03, is_direct=True)
     (8192, 929792, 32768)
@@ -84,9 +87,9 @@ def segment_values(codec: str, top_share: float, *, is_direct: bool = False) -> 
 
 
 def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = MOST_VALUES) -> str:
-    """What is wrong with a plan that came over the wire, or nothing; without a view, of a round of an earlier one.
+    """Return what is wrong with a received plan, or "".
 
-    No vector of the run is longer than `most_values`.
+    `view` is None for a plan of an earlier view's round. No vector of the run has more than `most_values` values.
     """
     if plan.values > most_values:
         return f"it is of {plan.values:,} values, and no vector of this run has more than {most_values:,}"
@@ -97,6 +100,7 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
         return "it lacks norms"
     if plan.gathered and not plan.judged:
         return "it keeps contributions apart, and no member judges them"
+    # A round in which no member has a weight still needs members that are present, and has no values.
     is_counted = min(plan.weights.values()) > 0.0 if plan.weights else bool(plan.present) and plan.values == 0
     if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not is_counted or set(plan.present) & set(plan.weights):
         return "its sizes or weights are impossible"
@@ -115,7 +119,7 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
 
 
 def check_derived(plan: RoundPlan, *, aggregation: str, weight_limits: Mapping[str, float] | None) -> str:
-    """Return how a plan differs from what its members derive themselves, or nothing: a leader may lie too."""
+    """Return how a plan differs from values that every member derives itself, or "": a leader may lie too."""
     if plan.weights and plan.aggregation != aggregation:
         return f'its aggregation is "{plan.aggregation}", here it is "{aggregation}"'
     for peer, weight in plan.weights.items() if weight_limits is not None else ():
@@ -125,7 +129,7 @@ def check_derived(plan: RoundPlan, *, aggregation: str, weight_limits: Mapping[s
 
 
 def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
-    """Whether the same attempt moves the same values between the same members."""
+    """Return True if both plans move the same values between the same members in the same attempt."""
 
     def layout(one: RoundPlan) -> tuple[object, ...]:
         return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners, one.gathered
@@ -134,7 +138,7 @@ def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
 
 
 class Attempt:
-    """What this member has of an attempt. `outgoing` is its own update, None where it adds none."""
+    """A member's data of one attempt. `outgoing` is the member's own update, None if it adds none."""
 
     def __init__(
         self,
@@ -147,47 +151,50 @@ class Attempt:
     ) -> None:
         self.plan, self.me = plan, me
         self.outgoing = outgoing if me in plan.weights else None
-        self.commit_digest = ""  # of the committed result, once that is known
+        self.commit_digest = ""  # digest of the committed result, once the commit is known
         self.bytes_sent = self.bytes_received = 0
         self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
-        self.sketches = dict.fromkeys(plan.weights, np.zeros(SKETCH_VALUES))  # of this member's share of each update
+        # Sketches of this member's share of each update.
+        self.sketches = dict.fromkeys(plan.weights, np.zeros(SKETCH_VALUES))
         self._sender, self._screen = sender, screen
-        # Nothing is kept for each segment before something of it is here: a plan is small, whatever it speaks of.
+        # No memory is reserved per segment before its first bytes arrive: a small plan can announce a huge vector.
         self._shares = sorted((begin, end, owner) for owner, (begin, end) in plan.owners.items() if begin < end)
         self._means: dict[int, bytes] = {}
-        self._pieces: dict[int, dict[str, Vector]] = {}  # of this member's share
+        # Values of this member's share, by start of segment and peer.
+        self._pieces: dict[int, dict[str, Vector]] = {}
         self._own_segments = self.segments_of(me)
         self._own_missing = len(self._own_segments)
         self._missing = self._segment_count()
         self._counted = sorted(plan.weights)
         self._factors = mean_factors(plan.aggregation, plan.weights, plan.norms) if plan.weights else {}
-        # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
-        # and no piece waits for another.
+        # With two peers, exchanging the updates moves as many bytes as exchanging sums: so each sends the other its
+        # values, nothing is rounded a second time, and no segment waits for another.
         self._gathers = (
             plan.gathered
             or plan.codec in GATHERED_CODECS
             or (len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights))
         )
-        self.is_judging = False  # this member evaluates the result: it is not yet reported
+        self.is_judging = False  # this member evaluates the result and has not reported it yet
         self._own: dict[int, bytes] = {}
-        self._encoded: dict[int, dict[str, bytes]] = {}  # of gathered pieces: by segment and peer
+        # Encoded values that are gathered, by start of segment and peer.
+        self._encoded: dict[int, dict[str, bytes]] = {}
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
 
     @property
     def has_screen(self) -> bool:
-        """Whether taking the last piece may take long: the loss may be evaluated."""
+        """True if updates are screened: taking the last piece may then be slow, as the loss may be evaluated."""
         return self._screen is not None
 
     def segments_of(self, owner: str) -> range:
-        """Where the segments of an owner start, in order."""
+        """Return the starts of an owner's segments, in order."""
         begin, end = self.plan.owners.get(owner, (0, 0))
         return range(begin, end, self.plan.segment)
 
     def encode_piece(self, start: int) -> bytes:
-        """This member's own values of a segment; the same bytes whenever it is asked."""
+        """Return the encoded values of this member's update in a segment; the same bytes at every call."""
         assert self.outgoing is not None
         if start in self._own:
             return self._own[start]
@@ -201,15 +208,15 @@ class Attempt:
         return data
 
     def take_own_pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Add this member's update to its own share; yields the means that are whole by it."""
+        """Add this member's update to its own share; yields the means that this completes, with their starts."""
         if self.outgoing is not None:
             for start in self.segments_of(self.me):
                 yield from self.take_piece(self.me, start, self.encode_piece(start))
 
     def take_piece(self, peer: str, start: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """A peer's values of a segment that this member owns; yields the mean if it was the last.
+        """Add a peer's values of a segment that this member owns; yields the means that this completes.
 
-        Raises BadUpdate for what cannot be summed.
+        Raises BadUpdate for values that cannot be summed.
         """
         pieces = self._pieces.get(start, {})
         is_wanted = start in self._own_segments and start not in self._means
@@ -235,17 +242,17 @@ class Attempt:
         if self._screen is None:
             yield start, self._sum(start, pieces)
         elif len(self._pieces) == len(self._own_segments) and all(
-            len(one) == len(self.plan.weights) for one in self._pieces.values()
+            len(segment_pieces) == len(self.plan.weights) for segment_pieces in self._pieces.values()
         ):
-            # Whoever screens sees whole shares, so nothing may be summed before the last piece.
+            # The screen takes complete shares, so nothing is summed before the last piece.
             self._check_screen(self._screen)
-            for place, each in self._pieces.items():
-                yield place, self._sum(place, each)
+            for place, place_pieces in self._pieces.items():
+                yield place, self._sum(place, place_pieces)
 
     def take_mean(self, peer: str, start: int, data: bytes) -> bool:
-        """The mean of a segment, from its owner; whether that makes the result whole.
+        """Store the mean of a segment from its owner; return True if that completes the result.
 
-        Of a committed attempt it may come from anybody: the digest shows whether it is right.
+        The mean of a committed attempt may come from any member, because the digest shows if it is right.
         """
         owner = self._owner_of(start)
         if not owner or start in self._means or (peer != owner and not self.commit_digest):
@@ -262,7 +269,7 @@ class Attempt:
         return self.is_whole
 
     def adopt(self, plan: RoundPlan) -> bool:
-        """Whether values that were sent before the plan was known are those of this plan, which then holds."""
+        """Take over the leader's plan if the values sent before it was known match it; return True if they do."""
         if not has_same_layout(self.plan, plan):
             return False
         self.plan = plan
@@ -270,11 +277,11 @@ class Attempt:
         return True
 
     def is_direct(self, peer: str) -> bool:
-        """Whether what a peer is sent of this member's share is its own values, which wait for nobody."""
+        """Return True if a peer is sent this member's own values as the mean, which wait for no other peer."""
         return self._gathers and self.outgoing is not None and {self.me, peer} == set(self.plan.weights)
 
     def mean_for(self, peer: str, start: int) -> bytes:
-        """What a member is sent of a segment that is whole here: of a gathered codec, all but what it sent itself."""
+        """Return the bytes of a completed segment for a member: without its own values if the codec is gathered."""
         data = self._means[start]
         if not self._gathers or peer not in self.plan.weights:
             return data
@@ -284,34 +291,34 @@ class Attempt:
 
     @property
     def has_summed_its_share(self) -> bool:
-        """Whether this member has nothing more to sum."""
+        """True if this member has nothing left to sum."""
         return self._own_missing == 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether every mean is there."""
+        """True if every mean is there."""
         return self._missing == 0
 
     def means(self) -> list[tuple[int, bytes]]:
-        """In order, for a member that asks for a committed result."""
+        """Return the starts and bytes of all segments in order, for a member that requests a committed result."""
         return sorted(self._means.items())
 
     def forget_means(self) -> None:
-        """They were wrong."""
+        """Drop all means, which turned out to be wrong."""
         self._means, self._missing, self._own_missing = {}, self._segment_count(), len(self._own_segments)
 
     def part_digests(self) -> dict[str, str]:
-        """SHA-256 of each owner's means."""
-        found = {}
+        """Return the SHA-256 of each owner's means."""
+        digests = {}
         for owner in self.plan.owners:
             digest = hashlib.sha256()
             for start in self.segments_of(owner):
                 digest.update(self._means[start])
-            found[owner] = digest.hexdigest()
-        return found
+            digests[owner] = digest.hexdigest()
+        return digests
 
     def digest(self) -> str:
-        """Of the whole result, and of who is counted in it."""
+        """Return the digest of the whole result, including the members counted in it."""
         plan = self.plan
         counted = (sorted(plan.weights.items()), sorted(plan.norms.items()), plan.aggregation, sorted(plan.present))
         digest = hashlib.sha256(repr(counted).encode())
@@ -320,57 +327,57 @@ class Attempt:
         return digest.hexdigest()
 
     def result(self) -> Vector:
-        """The mean, as every member decodes it; raises BadBytes where an owner sent nonsense."""
-        found = np.empty(self.plan.values, dtype=self._value_type)
+        """Return the result as every member decodes it; raises BadBytes for undecodable bytes from an owner."""
+        vector = np.empty(self.plan.values, dtype=self._value_type)
         for start, data in self._means.items():
-            found[start : self._end(start)] = self._decode_mean(start, data)
-        return found
+            vector[start : self._end(start)] = self._decode_mean(start, data)
+        return vector
 
     def contributions(self) -> dict[str, Vector]:
-        """Each counted member's update as it was sent; empty where only means were exchanged."""
+        """Return each counted member's update as it was sent; {} if only means were exchanged."""
         if not self._gathers:
             return {}
-        found = {peer: np.empty(self.plan.values, dtype=self._value_type) for peer in self._counted}
+        vectors = {peer: np.empty(self.plan.values, dtype=self._value_type) for peer in self._counted}
         for start, data in self._means.items():
             for peer, values in self._decode_pieces(start, data).items():
-                found[peer][start : self._end(start)] = values
-        return found
+                vectors[peer][start : self._end(start)] = values
+        return vectors
 
     def mean_without(self, removed: Collection[str]) -> Vector:
-        """The weighted mean of the other members' updates, of a round whose contributions are here.
+        """Return the weighted mean of the updates of all members except `removed`; needs their contributions.
 
-        Whatever the plan's aggregation: one that leaves a liar out of the result would show no cause.
+        It is the weighted mean whatever the plan's aggregation: one that leaves a liar out would show no cause.
         """
         counted = [peer for peer in self._counted if peer not in removed]
         factors = mean_factors("mean", {peer: self.plan.weights[peer] for peer in counted}, self.plan.norms)
-        found = np.empty(self.plan.values, dtype=self._value_type)
+        vector = np.empty(self.plan.values, dtype=self._value_type)
         for start, data in self._means.items():
             pieces = self._decode_pieces(start, data)
             mean = aggregate("mean", [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
-            found[start : self._end(start)] = mean
-        return found
+            vector[start : self._end(start)] = mean
+        return vector
 
     def settle(self) -> None:
-        """The round was committed: what the codec lost is sent with the next."""
+        """Carry what the codec lost of this update to the next one, as the round was committed."""
         if self._sender is not None and self._lost is not None and self._lost_sums is not None:
             self._sender.settle(self._lost, self._lost_sums)
 
     def mean_sketch(self) -> Vector:
-        """Sketch of this member's share of the mean: sketches add up as the vectors do."""
+        """Return the sketch of this member's share of the mean; sketches add up as the vectors do."""
         sketch = np.zeros(SKETCH_VALUES)
         for start in self._own_segments:
             sketch += sketch_of(self._decode_mean(start, self._means[start]), start)
         return sketch
 
     def _share_at(self, start: int) -> tuple[int, int, str]:
-        """Begin, end and owner of the share that a value is in."""
+        """Return begin, end and owner of the share that contains a value."""
         return self._shares[bisect.bisect_right(self._shares, start, key=lambda share: share[0]) - 1]
 
     def _end(self, start: int) -> int:
         return min(start + self.plan.segment, self._share_at(start)[1])
 
     def _owner_of(self, start: int) -> str:
-        """Whose segment starts there; nobody's where none does."""
+        """Return the owner of the segment that begins at `start`, "" if no segment begins there."""
         if start >= self.plan.values:
             return ""
         begin, _, owner = self._share_at(start)
@@ -380,6 +387,7 @@ class Attempt:
         return sum(len(self.segments_of(owner)) for owner in self.plan.owners)
 
     def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
+        """Return the bytes of a segment whose updates are complete: concatenated if gathered, else the encoded mean."""
         if self._gathers:
             encoded = self._encoded.pop(start)
             data = b"".join(encoded[peer] for peer in self._counted)
@@ -399,6 +407,7 @@ class Attempt:
         return aggregate(self.plan.aggregation, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
+        """Screen every update of this member's share; raises BadUpdate."""
         for peer in sorted(self.plan.weights):
             vector = np.zeros(self.plan.values, dtype=self._value_type)
             for start, pieces in self._pieces.items():
@@ -424,6 +433,7 @@ class Attempt:
         return np.float64 if self.plan.codec == "fp64" else np.float32
 
     def _decode_pieces(self, start: int, data: bytes) -> dict[str, Vector]:
+        """Decode the concatenated updates of a gathered segment, by peer."""
         size = len(data) // len(self._counted)
         view = memoryview(data)
         return {

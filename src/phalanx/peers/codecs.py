@@ -1,7 +1,7 @@
-"""Vectors as bytes and back, in numpy; how many bytes says `network.slow_codecs`.
+"""Encoding of vectors as bytes and decoding, in NumPy; `network.slow_codecs` computes the sizes.
 
-Encoding is deterministic: equal values give equal bytes on every machine (little-endian, ties broken by place). What
-comes from the wire is checked for its size before anything is allocated, and again for what it says.
+Encoding is deterministic: equal values give equal bytes on every machine (little-endian, ties broken by position).
+Bytes from the network are checked for their size before anything is allocated, and then for their content.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from phalanx.network.slow_codecs import (
 from phalanx.peers.facts import Vector
 
 Float32 = npt.NDArray[np.float32]
-# A 2-bit value stands for one of four multiples of its chunk's scale, which is the mean of the sent magnitudes: halves
-# of a half-normal tail lie near 0.8 and 1.4 of their mean.
+# A 2-bit value is one of four multiples of its chunk's scale, which is the mean of the sent magnitudes: the lower and
+# the upper half of a half-normal tail lie near 0.8 and 1.4 times its mean.
 TWO_BIT_LEVELS = np.array([-1.4, -0.8, 0.8, 1.4], dtype=np.float32)
 TWO_BIT_LIMIT = np.float32(1.1)
 
 
 class BadBytes(ValueError):
-    """Bytes that no codec of ours has made."""
+    """Bytes that no codec of this module produces."""
 
 
 def encode(codec: str, values: Vector, top_share: float = TOP_SHARE) -> bytes:
-    """A vector as bytes; not-a-number and infinity survive in fp64, fp32 and bf16, and in int8, int4 and topk-2bit
-    make the scale of their block not finite, so that no receiver takes them for numbers.
+    """Encode a vector as bytes.
+
+    Not-a-number and infinity survive in fp64, fp32 and bf16. In int8, int4 and topk-2bit they make the scale of their
+    block not finite, so that a receiver detects them.
     """
     if codec == "fp64":
         return np.ascontiguousarray(values, dtype="<f8").tobytes()
@@ -45,15 +47,14 @@ def encode(codec: str, values: Vector, top_share: float = TOP_SHARE) -> bytes:
     if codec == "bf16":
         return _to_bf16(flat).tobytes()
     if codec == "int8":
-        scales, whole = _scaled(flat, INT8_BLOCK, 127)
-        return scales.tobytes() + whole.astype(np.int8).tobytes()
+        scales, quotients = _scaled(flat, INT8_BLOCK, 127)
+        return scales.tobytes() + quotients.astype(np.int8).tobytes()
     if codec == "int4":
-        scales, whole = _scaled(flat, INT4_BLOCK, 7)
-        nibbles = np.zeros(whole.size + whole.size % 2, dtype=np.uint8)
-        nibbles[: whole.size] = whole + np.float32(8)  # 1 to 15; 0 stands for nothing
-        pairs: npt.NDArray[np.uint16] = nibbles.view(
-            "<u2"
-        )  # the first in the low byte: four times as fast as every second of them
+        scales, quotients = _scaled(flat, INT4_BLOCK, 7)
+        nibbles = np.zeros(quotients.size + quotients.size % 2, dtype=np.uint8)
+        nibbles[: quotients.size] = quotients + np.float32(8)  # 1 to 15; 0 is not a value
+        # Pairs as 16-bit numbers, the first in the low byte: four times as fast as slicing with a stride of two.
+        pairs: npt.NDArray[np.uint16] = nibbles.view("<u2")
         return scales.tobytes() + (pairs | (pairs >> 4)).astype(np.uint8).tobytes()
     if codec == "topk-2bit":
         chunks = flat.size // TOP_CHUNK
@@ -63,9 +64,9 @@ def encode(codec: str, values: Vector, top_share: float = TOP_SHARE) -> bytes:
 
 
 def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_share: float = TOP_SHARE) -> Vector:
-    """The vector of so many values that `encode` described, float64 for fp64 and float32 otherwise.
+    """Decode a vector of `values` values: float64 for fp64, float32 for all other codecs.
 
-    Raises BadBytes for a wrong size and for what `encode` never writes.
+    Raises BadBytes for a wrong size and for bytes that `encode` never writes.
     """
     size = memoryview(data).nbytes
     if size != encoded_bytes(codec, values, top_share):
@@ -79,10 +80,10 @@ def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_sh
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if codec == "int8":
         blocks = -(-values // INT8_BLOCK)
-        whole = np.frombuffer(data, dtype=np.int8, offset=blocks * SCALE_BYTES)
-        if np.any(whole == -128):
+        quotients = np.frombuffer(data, dtype=np.int8, offset=blocks * SCALE_BYTES)
+        if np.any(quotients == -128):
             raise BadBytes("int8: -128 stands for nothing")
-        return _unscaled(_scales(data, blocks), whole.astype(np.float32), INT8_BLOCK)
+        return _unscaled(_scales(data, blocks), quotients.astype(np.float32), INT8_BLOCK)
     if codec == "int4":
         blocks = -(-values // INT4_BLOCK)
         packed = np.frombuffer(data, dtype=np.uint8, offset=blocks * SCALE_BYTES)
@@ -91,61 +92,64 @@ def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_sh
         if not nibbles[:values].all() or nibbles[values:].any():
             raise BadBytes("int4: a half byte stands for nothing")
         return _unscaled(_scales(data, blocks), nibbles[:values].astype(np.float32) - 8, INT4_BLOCK)
-    chunks, rest = divmod(values, TOP_CHUNK)
+    chunks, rest_length = divmod(values, TOP_CHUNK)
     at = encoded_bytes(codec, chunks * TOP_CHUNK, top_share)
     view = memoryview(data).cast("B")
     body = _decode_top(view[:at], chunks, TOP_CHUNK, top_share)
-    return np.concatenate([body, _decode_top(view[at:], 1 if rest else 0, rest, top_share)])
+    return np.concatenate([body, _decode_top(view[at:], 1 if rest_length else 0, rest_length, top_share)])
 
 
 class Sender:
-    """A codec with what it lost so far: for int4 and topk-2bit the next round sends it too.
+    """A codec with error feedback: what int4 and topk-2bit lose of an update is added to the next one.
 
-    `feedback` is how much of the loss is kept from round to round. What was sent counts as sent only when its round is
-    committed (`settle`); a discarded round leaves the loss as it was.
+    `feedback` is the share of the loss that is carried from round to round. A loss is carried only once its round is
+    committed (`settle`); a discarded round leaves the carried loss unchanged.
     """
 
     def __init__(self, codec: str, feedback: float = 0.95, top_share: float = TOP_SHARE) -> None:
-        encoded_bytes(codec, 0, top_share)  # says what is wrong with the codec
+        # Both calls raise ValueError for an invalid codec or share.
+        encoded_bytes(codec, 0, top_share)
         top_values(1, top_share)
         if not 0.0 <= feedback <= 1.0:
             raise ValueError(f"feedback = {feedback:g} is not a share from 0 to 1")
         self.codec, self.feedback, self.top_share = codec, feedback, top_share
-        self._lost: Vector | None = None  # of this peer's own updates
-        self._lost_sums: Vector | None = None  # of the means it owned, where they are encoded once more (int4)
+        self._lost: Vector | None = None  # loss of this peer's own updates
+        # Loss of the means that this peer owned, which int4 encodes a second time.
+        self._lost_sums: Vector | None = None
 
     @property
     def carries(self) -> bool:
-        """Whether anything is carried from round to round."""
+        """True if the codec carries a loss from round to round."""
         return self.codec in FEEDBACK_CODECS and self.feedback > 0.0
 
     def outgoing(self, vector: Vector) -> Vector:
-        """What is to be encoded in place of `vector`; forgets what was lost of a vector of another length."""
+        """Return the vector to encode instead of `vector`: with the carried loss, if that has the same length."""
         if not self.carries or self._lost is None or self._lost.shape != vector.shape:
             return vector
         return np.asarray(vector + self.feedback * self._lost, dtype=vector.dtype)
 
     def outgoing_sum(self, start: int, mean: Vector, values: int) -> Vector:
-        """What is to be encoded in place of the mean of the values from `start` on, of a vector of `values`."""
+        """Return the mean to encode instead of `mean`, the values from `start` on of a vector of `values` values."""
         if not self.carries or self._lost_sums is None or self._lost_sums.size != values:
             return mean
         return np.asarray(mean + self.feedback * self._lost_sums[start : start + mean.size], dtype=mean.dtype)
 
     def settle(self, lost: Vector, lost_sums: Vector) -> None:
-        """A round was committed; both of the vector's length, the second zero where this peer owned nothing.
+        """Carry the losses of a committed round; both have the vector's length.
 
-        What was lost of sums that it owns no more is forgotten: another owner sums there now.
+        `lost_sums` is zero where this peer owned nothing. The loss of sums that it no longer owns is forgotten:
+        another owner sums there now.
         """
         if self.carries:
             self._lost, self._lost_sums = lost, lost_sums
 
     def state(self) -> dict[str, Vector]:
-        """For a checkpoint."""
-        found = {"lost": self._lost, "lost_sums": self._lost_sums}
-        return {name: value.copy() for name, value in found.items() if value is not None}
+        """Return the carried losses for a checkpoint."""
+        losses = {"lost": self._lost, "lost_sums": self._lost_sums}
+        return {name: value.copy() for name, value in losses.items() if value is not None}
 
     def load_state(self, state: dict[str, Vector]) -> None:
-        """From a checkpoint."""
+        """Restore the carried losses from a checkpoint."""
         self._lost, self._lost_sums = state.get("lost"), state.get("lost_sums")
 
 
@@ -157,7 +161,7 @@ def _to_bf16(flat: Float32) -> npt.NDArray[np.uint16]:
 
 
 def _scaled(flat: Float32, block: int, most: int) -> tuple[Float32, Float32]:
-    """One scale for each block, and whole numbers from -most to most."""
+    """Return one scale for each block, and the values divided by it as whole numbers from -most to most."""
     blocks = -(-flat.size // block)
     table = flat
     if flat.size % block:
@@ -168,12 +172,13 @@ def _scaled(flat: Float32, block: int, most: int) -> tuple[Float32, Float32]:
         scales: Float32 = (np.abs(table).max(axis=1, initial=0) / np.float32(most)).astype("<f4")
         finite = np.isfinite(scales)
         usable: Float32 = np.where(finite & (scales > 0), scales, np.float32(1))
-        whole: Float32 = np.divide(table, usable[:, None], dtype=np.float32)
-        if not finite.all():  # only then is a quotient not finite, and looking for it takes as long as all the rest
-            np.nan_to_num(whole, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        np.rint(whole, out=whole)
-        np.clip(whole, -most, most, out=whole)
-    return scales, whole.reshape(-1)[: flat.size]
+        quotients: Float32 = np.divide(table, usable[:, None], dtype=np.float32)
+        # Quotients are finite where all scales are, and nan_to_num takes as long as all the rest.
+        if not finite.all():
+            np.nan_to_num(quotients, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        np.rint(quotients, out=quotients)
+        np.clip(quotients, -most, most, out=quotients)
+    return scales, quotients.reshape(-1)[: flat.size]
 
 
 def _scales(data: bytes | bytearray | memoryview, blocks: int) -> Float32:
@@ -189,7 +194,7 @@ def _unscaled(scales: Float32, whole: Float32, block: int) -> Float32:
 
 
 def _encode_top(table: Float32, top_share: float) -> bytes:
-    """Chunks of equal length, one per row: all scales, then for each chunk its places and its values in bits."""
+    """Encode chunks of equal length, one per row: the scale, then the places and the 2-bit values of each chunk."""
     rows, length = table.shape
     if not rows or not length:
         return b""
@@ -212,10 +217,10 @@ def _encode_top(table: Float32, top_share: float) -> bytes:
 
 
 def _largest_places(table: Float32, count: int) -> npt.NDArray[np.int64]:
-    """Where the `count` largest magnitudes of each row are, in order; of equals the first, so that machines agree.
+    """Return the places of the `count` largest magnitudes of each row, in ascending order; of equal ones the first.
 
-    Bits of a float that is not negative order as its value does. With the place below them keys are unique, and can be
-    partitioned, which takes a third of the time of a stable sort.
+    The bits of non-negative floats order as their values do. With the place in the bits below them the keys are
+    unique, so that machines agree and a partition suffices, which takes a third of the time of a stable sort.
     """
     length = table.shape[1]
     place_size = max(1, (length - 1).bit_length())
@@ -223,11 +228,12 @@ def _largest_places(table: Float32, count: int) -> npt.NDArray[np.int64]:
     keys = size.view(np.uint32).astype(np.uint64) << np.uint64(place_size)
     keys |= np.arange(length - 1, -1, -1, dtype=np.uint64)
     best = np.partition(keys, length - count, axis=1)[:, length - count :]
-    found = length - 1 - (best & np.uint64((1 << place_size) - 1)).astype(np.int64)
-    return np.asarray(np.sort(found, axis=1), dtype=np.int64)
+    places = length - 1 - (best & np.uint64((1 << place_size) - 1)).astype(np.int64)
+    return np.asarray(np.sort(places, axis=1), dtype=np.int64)
 
 
 def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> Float32:
+    """Decode chunks that `_encode_top` wrote, of `length` values each; raises BadBytes."""
     if not rows:
         return np.zeros(0, dtype=np.float32)
     count = top_values(length, top_share)
@@ -237,9 +243,9 @@ def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> F
         raise BadBytes("a scale below zero")
     low, row_bits = place_bits(count, length)
     bits, at = [], SCALE_BYTES
-    for wanted in (count * low, row_bits, count * 2):
-        end = at + -(-wanted // 8)
-        bits.append(np.unpackbits(table[:, at:end], axis=1, bitorder="little")[:, :wanted])
+    for bit_count in (count * low, row_bits, count * 2):
+        end = at + -(-bit_count // 8)
+        bits.append(np.unpackbits(table[:, at:end], axis=1, bitorder="little")[:, :bit_count])
         at = end
     if np.any(bits[1].sum(axis=1, dtype=np.int64) != count):
         raise BadBytes("topk-2bit: more or fewer places than values")
@@ -249,7 +255,7 @@ def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> F
         raise BadBytes("topk-2bit: a place outside its chunk, or places out of order")
     pairs = bits[2].reshape(rows, count, 2)
     levels = TWO_BIT_LEVELS[pairs[:, :, 0] + 2 * pairs[:, :, 1]]
-    found = np.zeros((rows, length), dtype=np.float32)
+    decoded = np.zeros((rows, length), dtype=np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        np.put_along_axis(found, places, levels * scales[:, None], axis=1)
-    return found.reshape(-1)
+        np.put_along_axis(decoded, places, levels * scales[:, None], axis=1)
+    return decoded.reshape(-1)

@@ -1,4 +1,4 @@
-"""Sending one attempt's bytes: to each member its pieces and the means of our share, as fast as its link takes them."""
+"""Sending of an attempt's bytes: to each member its segments and the means of this member's share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Courier:
-    """All that one member gets from this one in one attempt; means first, because others wait for them."""
+    """Sends one member all that it gets from this one in an attempt; means go first, because others wait for them."""
 
     def __init__(
         self, attempt: Attempt, peer: str, links: PeerLinks, *, wait_s: float, failed: Callable[[str, str], None]
@@ -28,13 +28,13 @@ class Courier:
         self._changed = asyncio.Event()
 
     def add_mean(self, start: int) -> None:
-        """A segment of our share is summed."""
+        """Queue the mean of a segment of this member's share."""
         if not self._is_direct:
             self._means.append(start)
             self._changed.set()
 
     async def run(self) -> None:
-        """Until everything is sent; tells `failed` where the link does not hold."""
+        """Send until nothing is left; calls `failed` with the peer and the reason if the link breaks."""
         attempt, link = self._attempt, None
         pieces = deque(attempt.segments_of(self._peer) if attempt.outgoing is not None else ())
         try:
@@ -43,12 +43,12 @@ class Courier:
                     self._changed.clear()
                     await self._changed.wait()
                     continue
-                found = await self._links.data_link(self._peer, self._wait_s)
-                if link is not None and found is not link:
+                current_link = await self._links.data_link(self._peer, self._wait_s)
+                if link is not None and current_link is not link:
                     raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
-                link = found
+                link = current_link
+                # In a direct exchange segments for the peer's share go first, so that it can begin to sum.
                 # Bytes count when they are handed over: the round may be committed before `send` returns.
-                # Values of a direct exchange are needed alike; those for the other's share let it sum.
                 if self._means and not (self._is_direct and pieces):
                     start = self._means.popleft()
                     data = attempt.encode_piece(start) if self._is_direct else attempt.mean_for(self._peer, start)
@@ -65,7 +65,7 @@ class Courier:
 
 
 class AttemptSending:
-    """The couriers of this member's newest attempt, one for each other member."""
+    """The senders of this member's newest attempt, one for each other member."""
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
@@ -73,7 +73,10 @@ class AttemptSending:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, attempt: Attempt, failed: Callable[[str, str], None], *, after_others: bool = False) -> None:
-        """Send an attempt; `after_others` has gone out, which may be of a round that another member still needs."""
+        """Send an attempt; with `after_others`, only once all earlier sends are done.
+
+        Another member may still need the earlier round.
+        """
         node = self._node
         before = [task for task in self._tasks if not task.done()] if after_others else []
         self._tasks, self._couriers = list(before), []
@@ -84,12 +87,12 @@ class AttemptSending:
                 self._tasks.append(node.spawn(_run_after(before, courier)))
 
     def add_mean(self, start: int) -> None:
-        """A segment of our share is summed."""
+        """Queue the mean of a segment of this member's share for all members."""
         for courier in self._couriers:
             courier.add_mean(start)
 
     def stop(self) -> None:
-        """What is not sent is not needed any more."""
+        """Cancel all sends."""
         for task in self._tasks:
             task.cancel()
         self._tasks, self._couriers = [], []

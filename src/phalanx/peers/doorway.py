@@ -1,7 +1,7 @@
-"""A listening socket whose callers have proved nothing yet: few of them at a time, and the oldest goes first.
+"""A listener that bounds unauthenticated connections: at most 64 at a time, and the oldest is closed first.
 
-`asyncio.start_server(ssl=...)` hides a caller until its handshake is over, so that nobody counts those who never begin
-one. Here sockets are accepted by hand, as `elastic/listener.py` does for the coordinator.
+`asyncio.start_server(ssl=...)` hides a connection until its TLS handshake is complete, so that connections that never
+begin one are not counted. Here sockets are accepted directly, as `elastic/listener.py` does for the coordinator.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-HALF_OPEN = 64  # callers that have not yet proved anything
-PAUSE_S = 1.0  # without accepting anybody, where a process has no descriptor left and no caller to send away
+HALF_OPEN = 64  # connections that have not yet proved who they are
+# Pause in accepting when the process has no file descriptor left and no unauthenticated connection to close.
+PAUSE_S = 1.0
 
 Admit = Callable[[], None]
 
 
 class Doorway:
-    """Runs `serve` for each caller until it returns; `serve` calls what it is given once the caller has proved itself.
+    """Runs `serve` for each connection; `serve` calls its second argument once the caller is authenticated.
 
-    Whoever has not is cancelled when too many wait, and when this side closes.
+    Unauthenticated connections are cancelled when too many wait, and when the listener is closed.
     """
 
     def __init__(self, sock: socket.socket, serve: Callable[[socket.socket, Admit], Coroutine[Any, Any, None]]) -> None:
@@ -35,16 +36,16 @@ class Doorway:
 
     @property
     def guests(self) -> int:
-        """Callers that have proved nothing yet."""
+        """Number of connections that are not yet authenticated."""
         return len(self._guests)
 
     @property
     def is_listening(self) -> bool:
-        """Whether callers are accepted now; not while the process has no descriptor for them."""
+        """True while connections are accepted; false while the process has no file descriptor for them."""
         return self._resuming is None
 
     async def close(self) -> None:
-        """Take nobody more, and send away whoever has proved nothing; the others live on."""
+        """Stop listening and cancel unauthenticated connections; authenticated ones continue."""
         if self._resuming is not None:
             self._resuming.cancel()
         self._loop.remove_reader(self._sock)
@@ -58,15 +59,16 @@ class Doorway:
         self._loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
-        # Half of the places at a time: a crowd at the door cannot push out those who were just let in.
+        """Accept waiting connections; called by the event loop when the socket is readable."""
+        # At most half of the places per call: a burst of new connections cannot push out those just accepted.
         for _ in range(HALF_OPEN // 2):
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionError:  # the caller has left again
+            except ConnectionError:  # the caller has closed already
                 continue
-            except OSError:  # no descriptor or memory to spare: strangers are the first to go
+            except OSError:  # no descriptor or memory: close unauthenticated connections first
                 if not self._guests:
                     self._loop.remove_reader(self._sock)
                     self._resuming = self._loop.call_later(PAUSE_S, self._listen)
@@ -77,6 +79,7 @@ class Doorway:
             self._receive(sock)
 
     def _receive(self, sock: socket.socket) -> None:
+        """Start a task that serves a connection, and close the socket when the task ends."""
         has_begun = False
 
         async def run() -> None:
@@ -90,7 +93,7 @@ class Doorway:
         def end(done: asyncio.Task[None]) -> None:
             self._tasks.discard(done)
             self._guests.pop(done, None)
-            # A transport that was cancelled before it began would hold the socket until its handshake is late.
+            # A transport that was cancelled before it began would hold the socket until its handshake times out.
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             if not has_begun:
@@ -102,6 +105,7 @@ class Doorway:
         task.add_done_callback(end)
 
     def _send_away(self, *, keep: int) -> None:
+        """Cancel the oldest unauthenticated connections until `keep` are left."""
         while len(self._guests) > keep:
             oldest = next(iter(self._guests))
             del self._guests[oldest]

@@ -1,8 +1,8 @@
-"""Values that go out before the leader has said how a round is done: it saves two peers a round trip.
+"""Values sent before the leader has announced the round's plan, which saves two peers a round trip (decision 0045).
 
-Two peers that were alone in the last round most likely do the next one alike. Each sends the other its values as soon
-as it is ready, as an attempt of the key and layout that the leader will most likely choose; the other side does not
-look at them before the leader's plan is there. Where the plan is another one, they are dropped and sent again.
+Two peers that did the last round alone will most likely do the next one in the same way. Each sends its values to the
+other as soon as it is ready, as an attempt with the key and layout that the leader will most likely choose; the other
+does not use them before the leader's plan has arrived. If the plan differs, they are dropped and sent again.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ if TYPE_CHECKING:
 
 
 class StaleValues(Exception):
-    """The other side holds values under the key of a plan that are not the plan's."""
+    """The other member may hold values under the plan's key that do not belong to the plan."""
 
 
 class EarlyValues:
-    """Of one member: at most one attempt that is sent and not begun."""
+    """One member's values sent early: at most one attempt that is being sent and has not begun."""
 
     def __init__(self, node: PeerNode, sending: AttemptSending) -> None:
         self._node, self._sending = node, sending
-        self._last_plan: RoundPlan | None = None  # of the last round that was committed in this view
+        # Plan of the last round committed in this view.
+        self._last_plan: RoundPlan | None = None
         self._attempt: Attempt | None = None
-        self._call = -1  # whose values they are
-        self._trouble = ""  # why they did not all go out
+        self._call = -1  # number of the call of `average` that the values belong to
+        self._trouble = ""  # reason why some of the values may not have arrived
 
     def forget(self) -> None:
-        """A new view: the next round may be done in any way."""
+        """Forget the last plan at a new view, whose first round may be done differently."""
         self._last_plan = self._attempt = None
 
     def on_committed(self, plan: RoundPlan) -> None:
-        """The next round is taken to be like this one."""
+        """Expect the next round to be like this one."""
         self._last_plan = plan
 
     def send(self, pending: PendingAverage, newest: tuple[int, int, int]) -> None:
-        """This member is ready for a round; `newest` is the key of the last attempt that has begun."""
+        """Send the values of a waiting call early, if the view has two members and the last round suggests a plan.
+
+        `newest` is the key of the last attempt that has begun.
+        """
         last, node = self._last_plan, self._node
-        others = [peer for peer in node.view.ids if peer != node.me]
-        if last is None or len(others) != 1 or set(last.weights) != set(node.view.ids) or pending.weight <= 0.0:
+        other_peers = [peer for peer in node.view.ids if peer != node.me]
+        if last is None or len(other_peers) != 1 or set(last.weights) != set(node.view.ids) or pending.weight <= 0.0:
             return
         plan = msgspec.structs.replace(last, round_number=pending.round_number, attempt=last.attempt + 1)
         form = (pending.outgoing.size, pending.sender.codec, pending.sender.top_share)
@@ -53,14 +57,14 @@ class EarlyValues:
         if was_sent or plan.key <= newest or form != (last.values, last.codec, last.top_share):
             return
         attempt = Attempt(plan, node.me, outgoing=pending.outgoing, sender=pending.sender, screen=node.settings.screen)
-        if attempt.is_direct(others[0]):
+        if attempt.is_direct(other_peers[0]):
             self._attempt, self._call, self._trouble = attempt, pending.call, ""
             self._sending.start(attempt, self._on_failed, after_others=True)
 
     def adopt(self, plan: RoundPlan, call: int | None) -> Attempt | None:
-        """The attempt of a plan whose values are on their way already, if there is one; raises StaleValues.
+        """Return the attempt for a plan whose values were sent early, or None; raises StaleValues.
 
-        `call` is the one that waits here, None where the plan does not count this member.
+        `call` is the number of the call that waits here, None if the plan does not count this member.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None or attempt.plan.key != plan.key:
@@ -70,10 +74,11 @@ class EarlyValues:
         return attempt
 
     def on_link_lost(self, peer: str) -> None:
-        """What was on its way may be lost."""
+        """Record that values may be lost with a broken connection."""
         self._trouble = self._trouble or f"the connection to {self._node.name_of(peer)} broke"
 
     def _on_failed(self, peer: str, why: str) -> None:
+        """Record a failed early send; if the attempt has begun meanwhile, report it as the attempt's failure."""
         attempt, reason = self._attempt, f"{self._node.name_of(peer)} was not reached: {why}"
         if attempt is not None:
             self._trouble = reason

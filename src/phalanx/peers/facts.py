@@ -1,4 +1,4 @@
-"""Values that a group of peers speaks in: who takes part, in which run, and how a round ended."""
+"""Shared value types of the peers package: run facts, members, views, progress, results of rounds and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Meta
 
 Address = tuple[str, int]
 MOST_MBPS = 1e9
-# Limits of what comes from another peer; msgspec looks at them.
+# Limits of values that come from another peer; msgspec checks them.
 Speed = Annotated[float, Meta(gt=0.0, lt=MOST_MBPS)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Claim = Annotated[int, Meta(ge=-(2**53), le=2**53)]
@@ -21,7 +21,7 @@ Vector = npt.NDArray[Any]  # of float32 or float64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What two peers must agree on before they exchange anything; digests as hexadecimal text."""
+    """Facts that must agree between two peers before they exchange anything; digests are hexadecimal text."""
 
     run_id: str
     model_digest: str
@@ -31,20 +31,20 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """What a peer's link carries, in Mbit/s; measured or stated by its owner."""
+    """Speed of a peer's link in Mbit/s, measured or stated by its owner."""
 
     up_mbps: Speed
     down_mbps: Speed
 
     @property
     def slower_mbps(self) -> float:
-        """A round moves as many bytes up as down: the slower way decides."""
+        """The slower direction, which decides: a round moves as many bytes up as down."""
         return min(self.up_mbps, self.down_mbps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One peer of a view. `instance` is new with every process: a peer that restarts is another member."""
+    """A peer in a view. `instance` is new with every process, so a peer that restarts is a different member."""
 
     id: str
     name: str
@@ -56,9 +56,9 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberView:
-    """Who takes part, by a number that only grows; members in order of their id.
+    """The peers' view of the membership, with a number that only grows; members are in order of their id.
 
-    `history` is drawn when the group is founded: views of two foundings are never compared.
+    `history` is drawn when the group is founded: views with different histories are never compared.
     """
 
     number: Count
@@ -69,22 +69,22 @@ class MemberView:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of the members, in order."""
+        """Ids of the members, in order."""
         return tuple(member.id for member in self.members)
 
     @property
     def leader(self) -> str:
-        """Id of the lowest member that others can connect to; empty before a view exists."""
+        """Id of the first member that others can connect to; empty before a view exists."""
         return next((member.id for member in self.members if not member.client_only), "")
 
     def member(self, peer: str) -> Member | None:
-        """Of an id."""
+        """Return the member with an id, or None."""
         return next((member for member in self.members if member.id == peer), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerProgress:
-    """How far a peer is: optimizer steps, samples gathered since the last committed round, and how fast it gathers."""
+    """A peer's progress: optimizer steps, samples since the last committed round, and samples per second."""
 
     step: Claim = 0
     samples: Claim = 0
@@ -93,13 +93,13 @@ class PeerProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundResult:
-    """How a round ended. Committed: `vector` is the aggregate, the same bytes on every member of the view.
+    """The outcome of a round.
 
-    It is None where no member had a weight.
-
-    `members_counted` are the ids whose updates are in it, `weights` what each counted. `dropped` names who was left
-    out, and why. `behind`: the group went on without this peer, which must fetch the state before its next round.
-    Bytes are those of the codec, of this round, without the few of TLS and of frames.
+    If it is committed, `vector` is the aggregate, the same bytes on every member of the view; None if no member had a
+    weight. `members_counted` are the ids whose updates are in it, `weights` their weights. `dropped` holds members
+    that were left out, with the reason. `behind` means that the group continued without this peer, which must fetch
+    the state before its next round. Bytes are those of the codec, for this round, without the overhead of TLS and
+    frames.
     """
 
     round_number: int
@@ -115,15 +115,17 @@ class RoundResult:
     behind: bool = False
     view_number: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)
-    paces: Mapping[str, float] = field(default_factory=dict)  # samples a second that each counted member said it learns
+    # Samples per second, as counted members report them.
+    paces: Mapping[str, float] = field(default_factory=dict)
     aggregation: str = "mean"
     present: tuple[str, ...] = ()  # members that took part without a weight
-    capped: Mapping[str, str] = field(default_factory=dict)  # whose claimed weight was cut, and why
+    # Members whose claimed weight was cut, with the reason.
+    capped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerEvent:
-    """Something that happened in the group, for the run's record.
+    """An event in the group, for the run's record.
 
     kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, capped,
     aggregation, refused, revoked, harmful, excluded, measured, doubtful-progress, doubtful-update, state-served,
@@ -141,7 +143,7 @@ class PeerEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerState:
-    """What a newcomer starts from: tensors by name as bytes, as of the state after `round_number` was committed.
+    """The state that a newcomer starts from: tensors by name as bytes, after round `round_number` was committed.
 
     `round_number` is -1 before the first round. A provider hands out a copy that training does not change.
     """

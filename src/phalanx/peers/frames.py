@@ -1,8 +1,8 @@
-"""Frames on an encrypted connection between two peers that have proved who they are.
+"""Message frames on an encrypted connection between two authenticated peers.
 
     frame   bytes of the message (4), bytes of data (4) | message as JSON | data
 
-No frame is large: values travel in segments. What a stranger announces is compared with a limit before it is read.
+Frames are small: values travel in segments. An announced size is compared with a limit before anything is read.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import time
 from phalanx.peers.messages import PeerMessage, decode_message, encode_message
 
 PREFIX = struct.Struct("!II")
-MOST_HELLO_BYTES = 16 * 1024  # before the other side has shown that it is of the run
+MOST_HELLO_BYTES = 16 * 1024  # before the other side has shown that it belongs to the run
 MOST_MESSAGE_BYTES = 4 * 2**20  # a view of thousands of members
 MOST_DATA_BYTES = 16 * 2**20  # a segment, a block of a state, an allowlist
-MOST_UNSENT_BYTES = 16 * 2**20  # of messages that are not waited for: a peer that takes none of them is gone
-# Data that waits for a link, here and in the kernel: 0.4 s at 10 Mbit/s, so that a busy machine keeps it busy, while
-# an attempt that is given up leaves no more than that behind.
+# Limit of posted messages; a peer that does not read them is considered gone.
+MOST_UNSENT_BYTES = 16 * 2**20
+# Data that waits for a link, in this process and in the kernel: 0.4 s at 10 Mbit/s, enough to keep the link busy on a
+# busy machine, and no more than that is left to send when an attempt is given up.
 BUFFER_BYTES = 512 * 1024
 READ_BYTES = 1024 * 1024
-# Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
+# Offset and form of tcpi_bytes_acked and tcpi_bytes_received in Linux' struct tcp_info.
 TCP_INFO_BYTES, TCP_INFO_MOVED_AT, TCP_INFO_MOVED = 136, 120, struct.Struct("=QQ")
 
 
 class PeerConnection:
-    """One TLS connection, after both sides have proved who they are."""
+    """A TLS connection between two authenticated peers."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer: str) -> None:
         self.peer = peer
@@ -43,19 +44,23 @@ class PeerConnection:
         sock = writer.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
+            # Bytes that the kernel holds unsent cannot be taken back; bytes in flight are limited by the link only.
             with contextlib.suppress(OSError, AttributeError):
-                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
+                # 25 is TCP_NOTSENT_LOWAT on Linux.
+                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)
         self._sock = sock
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be sent on."""
+        """True while messages can still be sent."""
         return not self._writer.is_closing()
 
     def post(self, message: PeerMessage, data: bytes = b"") -> None:
-        """Send without waiting; a connection that is closed, or takes nothing, drops it (the reader notices)."""
+        """Send without waiting; the message is dropped if the connection is closed or its buffer is full.
+
+        A full buffer (`MOST_UNSENT_BYTES`) ends the connection, which the reader notices.
+        """
         if not self.is_open:
             return
         self._write(message, data)
@@ -63,7 +68,7 @@ class PeerConnection:
             self.abort()
 
     async def send(self, message: PeerMessage, data: bytes = b"") -> None:
-        """Send, and wait until the link has taken it; raises ConnectionError."""
+        """Send, and wait until the link has taken the message; raises ConnectionError."""
         async with self._sending:
             if not self.is_open:
                 raise ConnectionResetError("the connection is closed")
@@ -71,7 +76,7 @@ class PeerConnection:
             await self._writer.drain()
 
     async def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> tuple[PeerMessage, bytes]:
-        """The next frame; raises ConnectionError at the end, ValueError for what no peer sends."""
+        """Return the next frame; raises ConnectionError at the end, ValueError for bytes that no peer sends."""
         try:
             size, data_bytes = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
             if size > most_bytes or data_bytes > min(MOST_DATA_BYTES, most_bytes * 4):
@@ -86,23 +91,24 @@ class PeerConnection:
         return decode_message(text), data
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes that the other side has acknowledged and that came from it, by the kernel's count where it has one.
+        """Return the bytes acknowledged by and received from the other side; (0, 0) for a closed connection.
 
-        It counts while this process waits for a processor; ours only when it runs.
+        On Linux the kernel counts them, also while this process waits for a processor. Elsewhere the connection's own
+        counters are used, which advance only while the process runs.
         """
         if self._sock is not None and sys.platform == "linux":
             try:
-                found = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-                acknowledged, received = TCP_INFO_MOVED.unpack_from(found, TCP_INFO_MOVED_AT)
+                tcp_info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                acknowledged, received = TCP_INFO_MOVED.unpack_from(tcp_info, TCP_INFO_MOVED_AT)
             except (OSError, struct.error):
                 return 0, 0  # it is closed
             return acknowledged, received
         return self.sent_bytes - self._writer.transport.get_write_buffer_size(), self.received_bytes
 
     def part(self, message: PeerMessage, data: bytes, *, within_s: float) -> None:
-        """Send one last message; until the other side has read it and closed, or it is late, `abort` does nothing.
+        """Send a last message; `abort` has no effect until the other side has closed, or `within_s` has passed.
 
-        Who closes first, with bytes of the other side unread, resets the connection, and its last message is lost.
+        A side that closes with received bytes unread resets the connection, and its last message is lost.
         """
         self.post(message, data)
         if self._parting is None:
@@ -118,12 +124,12 @@ class PeerConnection:
             self._parting = None
 
     def abort(self) -> None:
-        """Close at once; what was not sent is lost."""
+        """Close at once; unsent bytes are lost. Has no effect while `part` waits for the other side."""
         if self._parting is None:
             self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Close after what was posted has been sent, or soon."""
+        """Close after posted messages have been sent, or after 1 s."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._writer.drain()
@@ -133,6 +139,6 @@ class PeerConnection:
 
     def _write(self, message: PeerMessage, data: bytes) -> None:
         text = encode_message(message)
-        # One write: two would be two TLS records, and without Nagle's waiting two packets.
+        # One write: two would be two TLS records and, as Nagle's algorithm is off, two packets.
         self._writer.write(b"".join((PREFIX.pack(len(text), len(data)), text, data)))
         self.sent_bytes += len(text) + len(data)

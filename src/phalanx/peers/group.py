@@ -1,4 +1,4 @@
-"""A group of peers as training sees it: join, average, fetch the state, leave."""
+"""The group of peers as training uses it: join, average, fetch the state, leave."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ T = TypeVar("T")
 
 
 class PeerGroup:
-    """This process as a peer of a run. All methods may be called from any thread; one thread of its own talks.
+    """This process as a peer of a run; all methods may be called from any thread, and one thread does the networking.
 
-    `listen` takes port 0 for a free one (`address` says which). `advertise` is what others connect to where that is
-    another address. `client_only` peers listen to nobody, own no share and never lead. `routes` are addresses by peer
-    id that are taken instead of the advertised ones (a private link between two sites). `screen` is asked by the owner
-    of a share for each update before it is summed, with the peer and a vector that is zero outside this share; a text
-    in return drops the update, with the text as the reason. It may take its time, on a thread of its own. `events` is
-    called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
-    may have; `samples_per_s` what no peer of the run can exceed. `aggregation`, of `aggregation.AGGREGATIONS`, is the
-    same on all members: a plan of another kind is refused. `keep_allowed` is called with every newer allowlist
-    that is taken over, wherever it came from, for whoever keeps it for the next start. `judge` evaluates every round
-    before it is committed, on a thread of its own (`harm_votes`); `excluded` are peers that a vote has sent away, with
-    the reason, as `excluded` of an earlier process returned them.
+    `listen` with port 0 takes a free port, which `address` returns. `advertise` is the address that others connect to,
+    if it differs. `client_only` peers accept no connections, own no share and never lead. `routes` are addresses by
+    peer id that replace the advertised ones (a private link between two sites). `screen` is called by the owner of a
+    share for each update before it is summed, with the peer's id and a vector that is zero outside of this share; a
+    returned text drops the update, with the text as the reason. It runs on a worker thread and may take its time.
+    `events` is called on the group's thread and must not block. `norm_limit` is the largest norm of an update in
+    multiples of the round's median norm; `samples_per_s` is a rate that no peer of the run can exceed. `aggregation`,
+    one of `aggregation.AGGREGATIONS`, must be the same on all members: a plan with another kind is refused.
+    `keep_allowed` is called with every newer allowlist that is taken over, so that the caller can store it for the
+    next start. `judge` evaluates every round before it is committed, on a worker thread (`harm_votes`); `excluded` are
+    peers that a vote has excluded, with the reason, as the property `excluded` returned them in an earlier process.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class PeerGroup:
             excluded=dict(excluded or {}),
         )
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda loop, context: None)  # strangers who break a handshake are no news
+        # Broken handshakes of strangers would be logged as unhandled errors.
+        self._loop.set_exception_handler(lambda loop, context: None)
         self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx-peers", daemon=True)
         self._thread.start()
         self._closed = False
@@ -111,16 +112,16 @@ class PeerGroup:
 
     @property
     def address(self) -> Address:
-        """Where others connect to."""
+        """The address that others connect to."""
         return self._node.member.address
 
     def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
-        """Become a member through any live peer at `addresses`; without addresses, found the group.
+        """Join through any live peer at `addresses`; without addresses, found the group. Return the first view.
 
-        Exactly one peer founds a group; `first_round` is where it goes on after a checkpoint.
+        Exactly one peer founds a group; `first_round` is the round at which it continues after a checkpoint.
 
-        Raises UserError where a peer refuses (key, run, model, tokenizer or code), or something else answers there;
-        SystemFailure where nobody answers in time.
+        Raises UserError where a peer refuses (key, run, model, tokenizer or code), or another program answers there;
+        SystemFailure where no peer answers within `timeout_s`.
         """
         if self._node.view.number:
             raise mistake("join", "this peer is in the group already")
@@ -133,19 +134,24 @@ class PeerGroup:
         return self._node.view
 
     def view(self) -> MemberView:
-        """Current membership; never blocks. Number 0 and no members before `join`."""
+        """Return the current membership without blocking; before `join` its number is 0 and it has no members."""
         return self._node.view
 
     def report(self, progress: PeerProgress) -> None:
-        """Say how far this peer is; rides on heartbeats."""
-        self._node.progress[self._node.me] = progress  # replacing a value in a dict needs no lock
+        """Set this peer's progress, which its heartbeats carry to the others."""
+        # Replacing a value in a dict needs no lock.
+        self._node.progress[self._node.me] = progress
 
     def progress(self) -> dict[str, PeerProgress]:
-        """How far each live member said it is, by id, this one among them."""
+        """Return the progress that each live member reports, by id, including this one."""
         return dict(self._node.progress)
 
     def links(self) -> dict[str, dict[str, float]]:
-        """For a picture of links, by peer id: `latency_s`, `silent_s`, `sent_bytes`, `received_bytes`."""
+        """Return statistics of the connections, by peer id.
+
+        `latency_s` is one way, `silent_s` the time since the last frame; `sent_bytes` and `received_bytes` count both
+        the control and the data connection.
+        """
         return self._call(_run_soon(self._node.link_facts))
 
     def average(
@@ -160,17 +166,18 @@ class PeerGroup:
         grace_s: float | None = None,
         weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
-        """Aggregate of the members' vectors; blocks until the round is committed, discarded, or has timed out.
+        """Return the aggregate of the members' vectors; blocks until the round is committed, discarded or timed out.
 
-        Every active member calls it with the same round number, length and codec. `Sender` carries what a codec loses
-        from round to round; a name alone carries nothing. Take "fp64" for float64 vectors that must stay exact.
-        With `quorum` the round begins `grace_s` after so many members are ready; without, when all are. A member that
-        calls later gets the committed result at once, without being counted. After a discarded round call again with
-        the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
-        `weight_limits` are the largest weights that members can have, by id, the same on all; the leader cuts larger
-        claims to them (0 for a member without a limit) and names the member, and others refuse a plan above them.
+        Every active member calls it with the same round number, length and codec. A `Sender` carries what a codec
+        loses from round to round; the name of a codec carries nothing. Use "fp64" for float64 vectors that must stay
+        exact. With `quorum`, the round begins `grace_s` after that many members are ready; without, when all are. A
+        member that calls later gets the committed result at once, without being counted. After a discarded round, call
+        again with the same number; if the result's `behind` is true, call `fetch_state` first. Weight 0 takes the
+        result and adds nothing. `weight_limits` are the largest weights that members can have, by id, the same on all;
+        the leader reduces larger claims to them (0 for a member without a limit) and names the member, and others
+        refuse a plan above them.
 
-        Raises UserError where this peer's key was revoked, before or meanwhile.
+        Raises UserError where this peer's key was revoked, before the call or during it.
         """
         self._check_revoked()
         try:
@@ -191,7 +198,7 @@ class PeerGroup:
             self._node.rounds.average(
                 round_number,
                 vector,
-                float(weight),  # a whole number has other bytes on the wire
+                float(weight),  # an int has other bytes on the wire
                 sender,
                 timeout_s=timeout_s,
                 quorum=quorum or 0,
@@ -204,17 +211,17 @@ class PeerGroup:
 
     def _check_revoked(self) -> None:
         if reason := self._node.excluded.get(self._node.me):
-            what = f"this peer was excluded by a vote of the others: {reason}"
-            raise mistake(self._node.identity.name, what, fix="ask the run's owner")
+            problem = f"this peer was excluded by a vote of the others: {reason}"
+            raise mistake(self._node.identity.name, problem, fix="ask the run's owner")
         if self._node.is_revoked:
             raise mistake(self._node.identity.name, REVOKED, fix="ask for a new invitation")
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
-        """Give newcomers this state; `provider` is called on a thread of the group's, once per newcomer."""
+        """Offer the state to newcomers; `provider` is called on a worker thread, once per newcomer."""
         self._node.provider = provider
 
     def expect_values(self, most_values: int) -> None:
-        """No round of this run has a longer vector: call it before `join`. Longer plans are refused."""
+        """Set the length of the run's longest vector, before `join`; plans with longer vectors are refused."""
         self._node.settings.limits.values = most_values
 
     def fetch_state(
@@ -224,12 +231,12 @@ class PeerGroup:
         timeout_s: float = 600.0,
         most_bytes: Mapping[str, int] | None = None,
     ) -> int:
-        """The newest committed state, from the nearest live peer that has it; returns its round number.
+        """Fetch the newest committed state from the nearest live peer that has it; return its round number.
 
-        `into` gets each tensor after its SHA-256 was found right. Names are those of a tensor, never of a path:
-        letters, digits and `._-/`, without `..`. A peer that fails half way is replaced by the next. Then go on with
-        round `returned + 1`: results that were committed meanwhile are handed out by `average` at once. A state with
-        other tensors than `most_bytes` names, or larger ones, is refused before any of it is received.
+        `into` is called with each tensor after its SHA-256 was verified. Names are keys, never paths: letters, digits
+        and `._-/`, without `..`. If a peer fails half way, the next one is asked. Continue with round `returned + 1`:
+        results that were committed in the meantime are returned by `average` at once. A state with other tensors than
+        `most_bytes` names, or larger ones, is refused before any of it is received.
         """
         self._check_revoked()
         self._node.settings.limits.tensors = most_bytes
@@ -239,7 +246,7 @@ class PeerGroup:
             raise SystemFailure(Problem(where="fetch_state", what=f"no state within {timeout_s:g} s")) from None
 
     def set_allowed(self, allowed: AllowList) -> None:
-        """A newer allowlist of the run's owner: newcomers and revocations take effect here and spread to all."""
+        """Take over a newer allowlist of the run's owner; it takes effect here and spreads to all members."""
         if allowed.version > self._node.transport.allowed.version and not allowed.replaces(
             self._node.transport.allowed
         ):
@@ -248,34 +255,35 @@ class PeerGroup:
 
     @property
     def has_majority(self) -> bool:
-        """Whether enough of the members are alive to commit a round."""
+        """True if enough members are alive to commit a round."""
         return not self._node.views.is_stuck
 
     def go_on_without_lost(self) -> MemberView:
-        """Go on although no majority of the members is left, with those that are; the lost ones are given up.
+        """Continue with the members that remain although they are not a majority, and give up the lost ones.
 
-        For whoever knows that the lost ones are gone. Where they live on behind a broken network, they may go on as
-        well, and what one of both sides learns is lost: a lost peer that meets this side takes its state.
+        Only for an operator who knows that the lost members are gone. If they live on behind a broken network, they
+        may continue as well, and the training of one of the two sides is lost: a lost peer that meets this side takes
+        its state.
 
-        Raises UserError where a majority is here, or those that are left do not all agree.
+        Raises UserError if a majority is present, or the remaining members do not all agree.
         """
         self._call(self._node.views.go_on_without_lost())
         return self._node.view
 
     @property
     def excluded(self) -> dict[str, str]:
-        """Peers that a vote of the others has sent away from this run, by id, with the reason."""
+        """Peers that a vote of the others has excluded from this run, by id, with the reason."""
         return dict(self._node.excluded)
 
     def leave(self) -> None:
-        """Tell the others, so that nobody waits for this peer; then `close`."""
+        """Announce that this peer leaves, so that the others do not wait for it; then `close`."""
         if not self._closed and self._node.view.number and not self._node.is_revoked:
             with contextlib.suppress(TimeoutError):
                 self._call(self._node.joining.leave())
         self.close()
 
     def close(self) -> None:
-        """Give up all connections and the thread; may be called twice."""
+        """Close all connections and stop the thread; may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -292,7 +300,7 @@ class PeerGroup:
         self.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run something on the group's own thread and wait for it."""
+        """Run a coroutine on the group's own thread and wait for its result."""
         if self._closed:
             coroutine.close()
             raise mistake("peers", "the group is closed")
@@ -307,16 +315,17 @@ class PeerGroup:
 
     def _end_loop(self) -> None:
         async def cancel_all() -> None:
-            # More than once: a handshake that is just over begins a task and a transport of its own.
+            # Several passes, because a handshake that has just ended starts a new task and a new transport.
             for _ in range(5):
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in others:
+                tasks = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*others, return_exceptions=True)
-                # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
+                await asyncio.gather(*tasks, return_exceptions=True)
+                # Connections in the middle of a TLS handshake are known only to the loop, which does not close them.
                 for transport in list(getattr(self._loop, "_transports", {}).values()):
                     transport.abort()
-                await asyncio.sleep(0)  # aborted, then freed in the loop's next round
+                # Aborted transports are freed in the next iteration of the loop.
+                await asyncio.sleep(0)
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(Exception):
@@ -346,19 +355,21 @@ def _check_settings(
     heartbeat_s: float,
     dead_after_s: float,
 ) -> None:
-    """Everything that can be known to be wrong before a socket is opened."""
+    """Raises UserError for settings that are known to be wrong before a socket is opened."""
     if identity.fingerprint in allowed.revoked:
         raise mistake(identity.name, "this identity was revoked by the run's owner", fix="ask for a new invitation")
     if identity.fingerprint not in allowed.fingerprints():
         raise mistake(identity.name, "is not on the run's allowlist", fix="ask the run's owner for an invitation")
     if allowed.run_id != run.run_id:
-        what = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
-        raise mistake("allowlist", what, fix="take the invitation of this run")
-    if bandwidth is not None and not all(0.0 < one < MOST_MBPS for one in (bandwidth.up_mbps, bandwidth.down_mbps)):
-        what = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
-        raise mistake("bandwidth", what, why=f"both must be above 0, or nothing can be sent, and below {MOST_MBPS:g}")
+        problem = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
+        raise mistake("allowlist", problem, fix="take the invitation of this run")
+    if bandwidth is not None and not all(0.0 < speed < MOST_MBPS for speed in (bandwidth.up_mbps, bandwidth.down_mbps)):
+        problem = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
+        raise mistake(
+            "bandwidth", problem, why=f"both must be above 0, or nothing can be sent, and below {MOST_MBPS:g}"
+        )
     if not 0.0 < heartbeat_s < dead_after_s:
-        what = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
-        raise mistake("sync", what, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")
+        problem = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
+        raise mistake("sync", problem, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")
     if not norm_limit > 1.0:
         raise mistake("norm_limit", f"{norm_limit:g} drops ordinary updates", fix="take 10")

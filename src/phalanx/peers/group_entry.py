@@ -1,4 +1,4 @@
-"""Coming into a group and leaving it: found one, be admitted by any member, admit others, come back when left out."""
+"""Entering and leaving a group: found it, join through a member, admit newcomers, rejoin after an eviction."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 
-MAX_HAND_OVER_S = 600.0  # a peer that asks for a result again and again keeps none from leaving
+# A peer that requests a result again and again cannot keep another from leaving for longer.
+MAX_HAND_OVER_S = 600.0
 
 
 class GroupEntry:
-    """How one peer enters and leaves its group."""
+    """Entering and leaving of one peer."""
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
         self.known_addresses: list[Address] = []
-        self.left = False  # a view without us is there, as we asked for
+        self.left = False  # a view without this peer was formed, as it requested
         self.rejoining: asyncio.Task[None] | None = None
 
     def found(self, first_round: int) -> None:
-        """Be the first member of a new group."""
+        """Found a new group with this peer as the only member."""
         if self._node.settings.client_only:
             fix = "found the group with a peer that accepts connections"
             raise mistake("join", "a client-only peer cannot found a group", fix=fix)
@@ -49,12 +50,12 @@ class GroupEntry:
         self._node.views.install(say.NextView(view=view))
 
     async def join(self, addresses: Sequence[Address], timeout_s: float) -> None:
-        """Be admitted through one of the addresses; raises as `PeerGroup.join` says."""
+        """Join through one of the addresses, repeatedly until `timeout_s`; raises as `PeerGroup.join` documents."""
         self.known_addresses = list(dict.fromkeys([*addresses, *self.known_addresses]))
         why: dict[Address, str] = {}
         refusals: list[BaseException] = []
         unwelcome: dict[Address, int] = {}
-        is_told = False
+        is_reported = False
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -67,13 +68,14 @@ class GroupEntry:
                             refusals.append(error)
                         except NoWelcomeError:
                             unwelcome[address] = unwelcome.get(address, 0) + 1
-                            if unwelcome[address] >= 3:  # a peer that dies does so once
+                            # A peer that dies ends the connection once, a peer that refuses the key each time.
+                            if unwelcome[address] >= 3:
                                 refusals.append(unknown_key(address, self._node.identity.name))
                         except (OSError, TimeoutError, ValueError) as error:
                             why[address] = printable(str(error) or type(error).__name__, most=100)
-                    if why and not refusals and not self._node.view.number and not is_told:
-                        is_told = True
-                        tried = "; ".join(f"{printable(host)}:{port}: {said}" for (host, port), said in why.items())
+                    if why and not refusals and not self._node.view.number and not is_reported:
+                        is_reported = True
+                        tried = "; ".join(f"{printable(host)}:{port}: {reason}" for (host, port), reason in why.items())
                         self._node.tell("no-answer", f"no peer of the run answers yet ({tried}); asking again")
                     if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
                         raise refusal
@@ -82,14 +84,17 @@ class GroupEntry:
             raise first_refusal(refusals) or unreachable(list(addresses), why) from None
 
     async def _join_through(self, address: Address) -> bool:
-        """Ask at one address, follow it to the leader, wait for the view; whether we are in."""
+        """Ask the member at `address`, follow it to the leader, and wait for the view; return True once it has this
+        peer.
+        """
+        # Several redirects, because the leader may change in the meantime.
         for _ in range(4):
             connection = await self._node.transport.dial(address, "join")
             try:
                 connection.post(say.Join(member=self._node.member, history=self._node.view.history))
                 patience_s = 4 * self._node.settings.dead_after_s + 5.0
                 answer, data = await asyncio.wait_for(connection.receive(), patience_s)
-                # An invitation is older than those who were invited after it.
+                # The invitation's list lacks peers that were invited later.
                 if isinstance(answer, say.AllowlistUpdate):
                     self._learn_list(data)
                     answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
@@ -105,7 +110,7 @@ class GroupEntry:
         return False
 
     def _learn_list(self, data: bytes) -> None:
-        """A newer allowlist of the same owner, before this peer is a member; anything else is left alone."""
+        """Take over a newer allowlist of the same owner before this peer is a member."""
         if len(data) > MOST_LIST_BYTES:
             return
         allowed = self._node.transport.allowed
@@ -114,6 +119,7 @@ class GroupEntry:
         )
 
     async def on_join(self, connection: PeerConnection) -> None:
+        """Answer a newcomer: admit it if this peer leads, else redirect it to the leader or ask it to wait."""
         message, _ = await asyncio.wait_for(connection.receive(), self._node.settings.dead_after_s)
         if not isinstance(message, say.Join) or message.member.id != connection.peer:
             raise ValueError("a join for somebody else")
@@ -139,7 +145,7 @@ class GroupEntry:
         await connection.close()
 
     def evicted(self, why: str) -> None:
-        """The group went on without us: come back as soon as it answers."""
+        """Rejoin the group, which continued without this peer, as soon as it answers; unless this peer is leaving."""
         if self._node.me in self._node.leaving:
             self.left = True
         if self.rejoining is not None or self._node.closing or self._node.me in self._node.leaving:
@@ -167,11 +173,11 @@ class GroupEntry:
 
     @property
     def is_rejoining(self) -> bool:
-        """Whether this peer was left out and is on its way back."""
+        """True while this peer tries to come back after an eviction."""
         return self.rejoining is not None
 
     async def leave(self) -> None:
-        """Tell everybody, and stay until a view without us is there, or soon."""
+        """Announce that this peer leaves, and wait until a view without it is formed, at most `dead_after_s`."""
         await self._hand_over()
         self._node.leaving.add(self._node.me)
         for connection in self._node.links.control.values():
@@ -184,19 +190,19 @@ class GroupEntry:
             await asyncio.sleep(min(0.05, self._node.settings.heartbeat_s))
 
     async def _hand_over(self) -> None:
-        """Stay until another member has the last committed result, for as long as its bytes flow.
+        """Wait until another member has the last committed result, for as long as bytes are sent to one.
 
-        Of a view of two, the lower id commits a round alone. If it left before the other had the result, the other
-        could neither do the round again nor fetch the result or the state from any peer.
+        In a view of two, the member with the lower id commits a round alone. If it left before the other had the
+        result, the other could neither repeat the round nor fetch the result or the state from any peer.
         """
         node, moved_bytes = self._node, -1
         end = time.monotonic() + MAX_HAND_OVER_S
         deadline = 0.0
         while node.rounds.committed >= node.view.first_round:
-            others = set(node.view.ids) - node.suspects() - node.leaving - node.revoked - {node.me}
-            if not others or any(node.committed.get(peer, -1) >= node.rounds.committed for peer in others):
+            remaining = set(node.view.ids) - node.suspects() - node.leaving - node.revoked - {node.me}
+            if not remaining or any(node.committed.get(peer, -1) >= node.rounds.committed for peer in remaining):
                 return
-            links = [link for peer in others if (link := node.links.data.get(peer)) is not None]
+            links = [link for peer in remaining if (link := node.links.data.get(peer)) is not None]
             if (sent_bytes := sum(link.moved_bytes()[0] for link in links)) != moved_bytes:
                 moved_bytes, deadline = sent_bytes, min(end, time.monotonic() + node.settings.dead_after_s)
             if time.monotonic() >= deadline:
@@ -205,7 +211,7 @@ class GroupEntry:
 
 
 def _is_member(member: Member) -> bool:
-    """Whether facts that a newcomer states of itself can be: they are told to everybody."""
+    """Return True if the facts that a newcomer states of itself are possible; they are passed on to all members."""
     link = member.bandwidth
     fast = link is None or (0.0 < link.up_mbps < 1e9 and 0.0 < link.down_mbps < 1e9)
     host, port = member.address

@@ -1,10 +1,10 @@
-"""Votes on a round that harms the held-out loss, and on the peers that cause it: pure decisions.
+"""Votes on rounds that harm the held-out loss, and on the peers that cause it: pure functions (decision 0071).
 
 Every counted member judges a round before it is committed. A round that more than half of them find harmful is not
-committed: it is done again with every member's contribution kept apart, so that each can find by leave-one-out whose
-removal takes the harm away. A peer that more than half of the other counted members accuse is excluded. With more than
-two thirds of the counted members honest, liars can neither discard a sound round nor exclude an honest peer, and
-cannot keep a harmful round from being discarded.
+committed: it is repeated with every member's contribution kept apart, so that each member can find by leave-one-out
+whose removal takes the harm away. A peer that more than half of the other counted members accuse is excluded. With
+more than two thirds of the counted members honest, liars can neither discard a sound round nor exclude an honest peer,
+and cannot keep a harmful round from being discarded.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import numpy as np
 
 from phalanx.peers.facts import Vector
 
-MIN_ACCUSERS = 2  # of two peers, neither can show that the other lies
-# Judged rounds, of which one keeps contributions apart although no harm was found; fewer at first, because a liar of
-# four peers that sent noise through seven of twelve rounds cost 0.12 nats.
+MIN_ACCUSERS = 2  # with two peers, neither can show that the other lies
+# One of so many judged rounds keeps contributions apart although no harm was found. The interval is shorter at first:
+# one liar among four peers that sent noise through seven of twelve rounds cost 0.12 nats.
 AUDIT_EVERY = 8
-# At the start, and after an exclusion: a peer that learnt from wrong labels, left for one round more, cost 0.03 nats.
+# At the start, and after an exclusion: keeping a peer that learnt from wrong labels one round longer cost 0.03 nats.
 FIRST_AUDITS = 4
-WARY_ROUNDS = 8  # that keep contributions apart after a harmful round that turned harmless when it was repeated
+# Rounds with contributions kept apart, after a harmful round was harmless when repeated.
+WARY_ROUNDS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTrial:
-    """A round before it is committed: its mean, and each member's contribution where the plan keeps them apart.
+    """A round before it is committed: its mean, and each member's contribution if the plan keeps them apart.
 
-    `mean_without` computes the weighted mean of the other members, in any aggregation; it is called only where there
-    are contributions.
+    `mean_without` computes the weighted mean without some members, whatever the aggregation; it is called only if
+    there are contributions.
     """
 
     round_number: int
@@ -42,16 +43,16 @@ class RoundTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """One member's finding on a round. `harms` is None where it could not be judged; `accused` holds the reasons."""
+    """A member's judgement of a round: `harms` is None if it could not be judged, `accused` holds reasons by peer."""
 
     harms: bool | None = None
     accused: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     def objects(self, *, gathered: bool) -> bool:
-        """Whether this member does not hold the result for the group: no later view may commit it on its word.
+        """Return True if this member does not hold the result for the group, so that no later view can commit it.
 
-        A repeated round with contributions kept apart is committed although it harms, where no peer is the cause.
+        A repeated round with contributions kept apart is committed although it harms, if no peer is the cause.
         """
         return bool(self.accused) or (self.harms is True and not gathered)
 
@@ -61,33 +62,33 @@ ABSTAINED = Judgement()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ballots:
-    """Votes on one attempt: `voters` may vote, `votes` holds what has arrived, by voter."""
+    """Votes on one attempt: `voters` may vote, `votes` holds those that have arrived, by voter."""
 
     voters: frozenset[str]
     votes: Mapping[str, Judgement]
 
     @property
     def counted(self) -> dict[str, Judgement]:
-        """Votes of those who may vote."""
+        """Votes by members that may vote."""
         return {voter: vote for voter, vote in self.votes.items() if voter in self.voters}
 
     @property
     def is_harmful(self) -> bool:
-        """Whether more than half of all voters, present or not, find the round harmful."""
+        """True if more than half of all voters, present or not, find the round harmful."""
         return 2 * sum(vote.harms is True for vote in self.counted.values()) > len(self.voters)
 
     @property
     def excluded(self) -> dict[str, str]:
         """Peers that more than half of the other voters accuse, with the reason of the first accuser by id."""
-        found = {}
+        excluded = {}
         for peer in sorted(self.voters):
             reasons = self._accusations(peer)
             if is_enough(len(reasons), len(self.voters - {peer})):
-                found[peer] = reasons[0]
-        return found
+                excluded[peer] = reasons[0]
+        return excluded
 
     def is_settled(self, *, may_discard: bool) -> bool:
-        """Whether votes that are still to come can change neither verdict; `may_discard`: harm discards the round."""
+        """Return True if missing votes can change no verdict; `may_discard` means that harm discards the round."""
         counted = self.counted
         missing = self.voters - set(counted)
         harmful = sum(vote.harms is True for vote in counted.values())
@@ -105,7 +106,7 @@ class Ballots:
 
 
 def is_enough(accusers: int, others: int) -> bool:
-    """Whether so many of the other voters exclude a peer.
+    """Return True if `accusers` of `others` other voters exclude a peer.
 
     >>> [is_enough(accusers, 3) for accusers in range(4)], is_enough(1, 1)
     ([False, False, True, True], False)
@@ -115,19 +116,22 @@ def is_enough(accusers: int, others: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditSchedule:
-    """When a round keeps contributions apart although no harm was found in it: a leader's count of judged rounds."""
+    """The leader's schedule of audits: judged rounds that keep contributions apart although no harm was found."""
 
-    interval: int = 1  # judged rounds from one audit to the next: it doubles up to AUDIT_EVERY
+    interval: int = 1  # judged rounds from one audit to the next; doubles up to AUDIT_EVERY
     since: int = 0  # judged rounds since contributions were last kept apart
-    wary: int = FIRST_AUDITS  # further rounds that keep them apart
+    wary: int = FIRST_AUDITS  # next rounds that are audited in any case
 
     @property
     def is_due(self) -> bool:
-        """Whether the next judged round keeps contributions apart."""
+        """True if the next judged round keeps contributions apart."""
         return self.wary > 0 or self.since >= self.interval - 1
 
     def after_round(self, *, gathered: bool, hid: bool) -> AuditSchedule:
-        """The schedule after a judged round; `hid`: a harmful round turned harmless when it was repeated."""
+        """Return the schedule after a judged round.
+
+        `hid` means that a harmful round was harmless when it was repeated, so that a liar may hide from audits.
+        """
         wary = WARY_ROUNDS if hid else max(0, self.wary - 1)
         interval = min(2 * self.interval, AUDIT_EVERY) if gathered and not self.wary else self.interval
         return AuditSchedule(interval=interval, since=0 if gathered else self.since + 1, wary=wary)

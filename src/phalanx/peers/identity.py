@@ -1,4 +1,4 @@
-"""Who a peer is: a private key and a certificate that it signs itself, pinned by others through its fingerprint."""
+"""A peer's identity: a private key and a self-signed certificate, which other peers pin by its fingerprint."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from phalanx.io.write_errors import write_failure
 
 KEY_FILE, CERTIFICATE_FILE = "peer-key.pem", "peer-certificate.pem"
 MOST_PEM_BYTES = 16 * 1024
-ID_DIGITS = 16  # of the fingerprint; whole fingerprints are what is pinned
+ID_DIGITS = 16  # of the fingerprint; peers are pinned by the full fingerprint
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NEW_KEY = "ask the run's owner for a new invitation, which brings a new key"
-VALID_DAYS = 3650  # revocation ends an identity, not a date: clocks of volunteers are wrong
+# Identities end by revocation, not by date: clocks of volunteers may be wrong.
+VALID_DAYS = 3650
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PeerIdentity:
-    """A peer's private key and certificate, both as PEM text; never printed."""
+    """A peer's private key and certificate, both as PEM text; `repr` shows neither."""
 
     name: str
     key_pem: str
@@ -35,11 +36,11 @@ class PeerIdentity:
 
     @classmethod
     def create(cls, name: str) -> PeerIdentity:
-        """A new key (ECDSA on P-256) with its certificate; raises UserError for a name that is none."""
+        """Create a key (ECDSA on P-256) and its certificate; raises UserError for an invalid name."""
         check_name(name)
         x509, ec, hashes, serialization = _cryptography()
         key = ec.generate_private_key(ec.SECP256R1())
-        # Names of two peers may be equal; subjects must not be, or one certificate would be sought as another's issuer.
+        # Two peers may share a name but not a subject: one certificate would be taken for the other's issuer.
         common = x509.NameAttribute(x509.NameOID.COMMON_NAME, name)
         serial = x509.NameAttribute(x509.NameOID.SERIAL_NUMBER, secrets.token_hex(16))
         subject = x509.Name([common, serial])
@@ -67,7 +68,7 @@ class PeerIdentity:
 
     @classmethod
     def from_pem(cls, key_pem: str, certificate_pem: str, *, where: str) -> PeerIdentity:
-        """Of two texts that belong together; raises UserError where they do not."""
+        """Read a key and its certificate from PEM text; raises UserError if they do not belong together."""
         _, ec, _, serialization = _cryptography()
         certificate = parse_certificate(certificate_pem, where=where)
         try:
@@ -80,7 +81,7 @@ class PeerIdentity:
 
     @classmethod
     def load(cls, folder: Path) -> PeerIdentity:
-        """From the folder that `save` wrote; raises UserError where others may read the key."""
+        """Read an identity from the folder that `save` wrote; raises UserError if other users can read the key."""
         texts = []
         for name in (KEY_FILE, CERTIFICATE_FILE):
             try:
@@ -95,14 +96,14 @@ class PeerIdentity:
         return cls.from_pem(*texts, where=str(folder))
 
     def save(self, folder: Path) -> None:
-        """Into a folder that only this user can enter; raises UserError where an identity is there already."""
+        """Write the identity to a folder that only this user can enter; raises UserError if it already holds one."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
-            # The key last: whoever finds it finds the certificate too.
+            # The key last: where it exists, so does the certificate.
             for name, text in ((CERTIFICATE_FILE, self.certificate_pem), (KEY_FILE, self.key_pem)):
-                made = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                with os.fdopen(made, "w", encoding="ascii") as file:
+                descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with os.fdopen(descriptor, "w", encoding="ascii") as file:
                     file.write(text)
         except FileExistsError as error:
             raise mistake(
@@ -118,11 +119,11 @@ class PeerIdentity:
 
     @property
     def id(self) -> str:
-        """What views and messages call this peer."""
+        """Id of this peer in views and messages: the first 16 digits of the fingerprint."""
         return self.fingerprint[:ID_DIGITS]
 
     def sign(self, data: bytes) -> bytes:
-        """Signature of `data` by this peer's key."""
+        """Return the signature of `data` by this peer's key."""
         _, ec, hashes, serialization = _cryptography()
         key = serialization.load_pem_private_key(self.key_pem.encode("ascii"), password=None)
         signature: bytes = key.sign(data, ec.ECDSA(hashes.SHA256()))
@@ -133,14 +134,14 @@ class PeerIdentity:
 
 
 def check_name(name: str, *, where: str = "peer name") -> None:
-    """Raises UserError for what is not a name: it stands in files, pages and terminals."""
+    """Raises UserError for an invalid peer name: names appear in files, web pages and terminals."""
     if not NAME.fullmatch(name):
-        what = f"{name[:70]!r} is not a name for a peer"
-        raise mistake(where, what, fix="take at most 63 letters, digits, dots, dashes and underscores")
+        problem = f"{name[:70]!r} is not a name for a peer"
+        raise mistake(where, problem, fix="take at most 63 letters, digits, dots, dashes and underscores")
 
 
 def parse_certificate(certificate_pem: str, *, where: str) -> Any:
-    """A certificate as `cryptography` knows it; raises UserError."""
+    """Return the certificate as an object of `cryptography`; raises UserError."""
     x509, ec, _, _ = _cryptography()
     try:
         if len(certificate_pem) > MOST_PEM_BYTES:
@@ -148,29 +149,29 @@ def parse_certificate(certificate_pem: str, *, where: str) -> Any:
         certificate = x509.load_pem_x509_certificate(certificate_pem.encode("ascii"))
         if not isinstance(certificate.public_key(), ec.EllipticCurvePublicKey):
             raise ValueError("another kind of key")
-    except Exception as error:  # a stranger's bytes: the parser has errors of its own for some
+    except Exception as error:  # bytes from a stranger, for which the parser raises various error types
         raise mistake(where, "the certificate cannot be read", fix=NEW_KEY) from error
     return certificate
 
 
 def certificate_name(certificate: Any, *, where: str) -> str:
-    """The name a peer gave itself; raises UserError for one that is none."""
+    """Return the name in a certificate's subject; raises UserError for an invalid one."""
     x509, *_ = _cryptography()
-    found = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-    name = str(found[0].value) if len(found) == 1 else ""
+    attributes = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    name = str(attributes[0].value) if len(attributes) == 1 else ""
     check_name(name, where=where)
     return name
 
 
 def fingerprint_of(certificate_pem: str) -> str:
-    """SHA-256 of a certificate's bytes; raises ValueError for what is no PEM."""
+    """Return the SHA-256 of a certificate's bytes as hexadecimal text; raises ValueError for text that is not PEM."""
     import ssl
 
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate_pem)).hexdigest()
 
 
 def is_signed(certificate_pem: str, data: bytes, signature: bytes) -> bool:
-    """Whether the key of a certificate signed `data`."""
+    """Return True if `signature` is a signature of `data` by the certificate's key."""
     from cryptography.exceptions import InvalidSignature
 
     _, ec, hashes, _ = _cryptography()
@@ -182,12 +183,12 @@ def is_signed(certificate_pem: str, data: bytes, signature: bytes) -> bool:
 
 
 def _cryptography() -> tuple[Any, Any, Any, Any]:
-    """The parts of the library that we use, or the command that installs it."""
+    """Return the used modules of `cryptography`; raises UserError with the command that installs it."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
-        what = 'needs the Python package "cryptography", which is not installed'
-        raise mistake("training with peers", what, fix="pip install 'phalanx[peers]'") from error
+        problem = 'needs the Python package "cryptography", which is not installed'
+        raise mistake("training with peers", problem, fix="pip install 'phalanx[peers]'") from error
     return x509, ec, hashes, serialization

@@ -1,4 +1,4 @@
-"""An invitation: one file with which a newcomer finds a run, proves itself, and knows whom it talks to."""
+"""An invitation: a file that lets a new peer find a run, prove its identity, and verify the other peers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASK_AGAIN = "ask the run's owner for a new invitation: phalanx peers invite RUN 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Invitation:
-    """Where the run's peers listen, the newcomer's own key, and the owner's allowlist, which pins everybody else."""
+    """Addresses of the run's peers, the new peer's own key, and the owner's allowlist, which pins all other peers."""
 
     addresses: tuple[Address, ...]
     identity: PeerIdentity
@@ -31,28 +31,28 @@ class Invitation:
 
     @property
     def run_id(self) -> str:
-        """Of the run it invites to."""
+        """Id of the run that the invitation is for."""
         return self.allowed.run_id
 
     @classmethod
     def create(cls, owner: PeerIdentity, allowed: AllowList, name: str, addresses: Sequence[Address]) -> Invitation:
-        """A key for a new peer of this name, and the list with it; hand `.allowed` to the running group too."""
+        """Create a key for a new peer and an allowlist with it; pass `.allowed` to the running group too."""
         identity = PeerIdentity.create(name)
         longer = allowed.add(owner, identity.certificate_pem)
         return cls(addresses=tuple(addresses), identity=identity, allowed=longer)
 
     def save(self, path: Path) -> None:
-        """Into a new file that only this user reads: who has it can take the newcomer's place."""
+        """Write a new file that only this user can read: its holder can take the new peer's place."""
         data = {
             "kind": KIND,
-            "addresses": [list(one) for one in self.addresses],
+            "addresses": [list(address) for address in self.addresses],
             "key": self.identity.key_pem,
             "certificate": self.identity.certificate_pem,
             "allowed": self.allowed.to_json(),
         }
         try:
-            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(made, "w", encoding="utf-8") as file:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(data, file, indent=1)
         except FileExistsError as error:
             raise mistake(str(path), "exists already", fix="name a new file for the invitation") from error
@@ -61,22 +61,22 @@ class Invitation:
 
     @classmethod
     def load(cls, path: Path) -> Invitation:
-        """From a file; raises UserError for anything that is not a whole invitation."""
+        """Read a file; raises UserError for anything that is not a complete invitation."""
         where = str(path)
         try:
             data = load_json(path, MOST_LIST_BYTES)
         except FileNotFoundError as error:
             raise mistake(where, "there is no such invitation", fix=ASK_AGAIN) from error
         except (OSError, ValueError) as error:
-            what = f"is not an invitation, or is damaged: {error}"
-            raise mistake(where, what, fix=ASK_AGAIN) from error
+            problem = f"is not an invitation, or is damaged: {error}"
+            raise mistake(where, problem, fix=ASK_AGAIN) from error
         if not isinstance(data, dict) or data.get("kind") != KIND:
             raise mistake(where, "is not an invitation", fix=ASK_AGAIN)
-        found = data.get("addresses")
-        addresses = tuple(parse_wire_address(one) for one in found) if isinstance(found, list) else ()
+        listed = data.get("addresses")
+        addresses = tuple(parse_wire_address(pair) for pair in listed) if isinstance(listed, list) else ()
         if not addresses or len(addresses) > MOST_ADDRESSES or None in addresses:
-            what = f"names no address, one that is none, or more than {MOST_ADDRESSES}"
-            raise mistake(where, what, fix=ASK_AGAIN)
+            problem = f"names no address, one that is none, or more than {MOST_ADDRESSES}"
+            raise mistake(where, problem, fix=ASK_AGAIN)
         key, certificate = data.get("key"), data.get("certificate")
         if not isinstance(key, str) or not isinstance(certificate, str):
             raise mistake(where, "lacks the key or the certificate", fix=ASK_AGAIN)
@@ -87,14 +87,14 @@ class Invitation:
             raise UserError([replace(problem, fix=ASK_AGAIN) for problem in error.problems]) from error
         if identity.fingerprint not in allowed.fingerprints():
             raise mistake(where, "its allowlist does not name the peer that it invites", fix=ASK_AGAIN)
-        return cls(addresses=tuple(one for one in addresses if one), identity=identity, allowed=allowed)
+        return cls(addresses=tuple(address for address in addresses if address), identity=identity, allowed=allowed)
 
     def __repr__(self) -> str:
         return f"Invitation({self.run_id!r}, {self.identity!r})"
 
 
 def parse_wire_address(value: Any) -> Address | None:
-    """A host and a port as JSON has them; None for anything else.
+    """Return a host and a port from a JSON value, None for anything else.
 
     >>> parse_wire_address(["10.0.0.1", 80]), parse_wire_address(["10.0.0.1", 0]), parse_wire_address("x")
     (('10.0.0.1', 80), None, None)

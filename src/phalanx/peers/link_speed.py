@@ -1,10 +1,10 @@
-"""How fast a member's link is, measured with the others while nobody sends values: shares of a round follow from it.
+"""Measurement of a member's link speed with the other members before a round; shares of the round follow from it.
 
-The leader gives one member a turn before a round begins. That member sends bytes to all others and has them send it
-bytes, at once and over the connections that carry values, as in a round, for a second or two. What its connections have
-moved meanwhile the kernel counts: neither a processor that is busy elsewhere nor blocks that are read late and all at
-once make a link look slower or faster. The sum over the others is what its link carries in this group: more than the
-others can take is of no use to it. A speed that the owner of a peer stated is not measured.
+The leader gives one member a turn. That member sends bytes to all others and has them send bytes to it, at the same
+time and over the connections that carry values in a round, for a second or two. The bytes moved are counted by the
+kernel, so that neither a busy processor nor blocks that are read late and all at once change the result. The sum over
+the others is what the link carries in this group; more than the others can take is useless to it. A link whose speed
+its owner stated is not measured. See decisions 0051 and 0056.
 """
 
 from __future__ import annotations
@@ -26,46 +26,56 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 16 * 1024
-MOST_BYTES = 8 * 2**20  # for each of the others and each way; faster links are known before their time is over
-BEGIN_S, BEGIN_TRIPS = 0.4, 8  # that are left out: TCP begins slowly, and bytes of the turn before may be on their way
-WINDOW_S, WINDOW_TRIPS = 0.8, 8  # the best of these counts: a pause of a machine or of TCP is not the link's
-WINDOWS = 2.5  # that a turn lasts
-LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4  # that may wait for a link: the larger of both
-EVERY_S = 0.05  # between two looks at the counters
+# Per other member and direction; on fast links the measurement ends early.
+MOST_BYTES = 8 * 2**20
+# Start of a measurement that is left out, in seconds and round trips: TCP starts slowly, and bytes of the previous
+# turn may still be under way.
+BEGIN_S, BEGIN_TRIPS = 0.4, 8
+# The best window counts: a pause of a machine or of TCP is not a property of the link.
+WINDOW_S, WINDOW_TRIPS = 0.8, 8
+WINDOWS = 2.5  # length of a measurement after its start, in windows
+# Bytes that may wait for a link: the larger of the two.
+LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4
+EVERY_S = 0.05  # between two readings of the counters
 CONNECT_S = 2.0
-MOST_S = 8.0  # of one turn; whoever has not answered by then is left out
-MOST_ASKED = 2  # times that a member is answered in so many seconds: nobody needs more than one turn
-MOST_OTHERS = 8
-MBIT = 125_000.0  # bytes
-Sample = tuple[float, int]  # when, and bytes until then
+MOST_S = 8.0  # of one turn; the round does not wait longer for it
+# Requests of a member that are answered within MOST_S seconds; one turn needs one.
+MOST_ASKED = 2
+MOST_OTHERS = 8  # members that a link is measured with
+MBIT = 125_000.0  # bytes in a megabit
+Sample = tuple[float, int]  # time in seconds, and bytes moved until then
 
 
 class LinkSpeed:
-    """Of one member: what it measured of its own link, and what others measured with it."""
+    """One member's measurements of its own link, and its part in the measurements of others."""
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
         self.measured_mbps: tuple[float, float] | None = None  # up and down, of this member
-        self.measured: set[str] = set()  # members whose speed in the view was measured, not stated
+        # Members whose speed in the view was measured, not stated.
+        self.measured: set[str] = set()
         self._asked_at: dict[str, list[float]] = {}
         self._is_measuring = False
 
     def on_heartbeat(self, peer: str, mbps: tuple[float, float] | None) -> None:
-        """A member says what it measured; the view has it from then on."""
-        if mbps is None or not all(0.0 < one < 1e9 for one in mbps):
+        """Enter the speed that a member measured into the view, unless that member's owner stated one."""
+        if mbps is None or not all(0.0 < rate < 1e9 for rate in mbps):
             return
         node, link = self._node, Bandwidth(up_mbps=mbps[0], down_mbps=mbps[1])
         member = node.view.member(peer)
         if member is None or member.bandwidth == link or (member.bandwidth is not None and peer not in self.measured):
             return
         self.measured.add(peer)
-        members = tuple(replace(one, bandwidth=link) if one.id == peer else one for one in node.view.members)
+        members = tuple(
+            replace(other_member, bandwidth=link) if other_member.id == peer else other_member
+            for other_member in node.view.members
+        )
         node.view = replace(node.view, members=members)
         node.tell("measured", f"its link carries {mbps[0]:g} Mbit/s up and {mbps[1]:g} down", peer=peer)
         node.leader.on_measured(peer)
 
     def on_message(self, peer: str, message: PeerMessage) -> None:
-        """A turn from the leader, or a member whose turn it is."""
+        """Handle a turn from the leader, or a request from the member whose turn it is."""
         node = self._node
         if isinstance(message, say.SpeedTurn) and peer == node.view.leader:
             self.take_turn()
@@ -73,26 +83,27 @@ class LinkSpeed:
             node.spawn(self._send(peer, message.seconds))
 
     def take_turn(self) -> None:
-        """Measure now, unless the speed was stated or a turn is under way."""
+        """Start a measurement, unless this link's speed was stated or a measurement is under way."""
         if self._node.settings.bandwidth is None and not self._is_measuring:
             self._is_measuring = True
             self._node.spawn(self._measure())
 
     async def _measure(self) -> None:
+        """Exchange bytes with up to `MOST_OTHERS` members at once, and publish the rates in both directions."""
         node = self._node
-        others = await self._links()
-        trip_s = 2 * max((node.latency_s.get(peer, 0.0) for peer in others), default=0.0)
+        links = await self._links()
+        trip_s = 2 * max((node.latency_s.get(peer, 0.0) for peer in links), default=0.0)
         begin_s, window_s = max(BEGIN_S, BEGIN_TRIPS * trip_s), max(WINDOW_S, WINDOW_TRIPS * trip_s)
         lasts_s = min(MOST_SPEED_S, begin_s + WINDOWS * window_s)
-        up: list[list[Sample]] = [[] for _ in others]
-        down: list[list[Sample]] = [[] for _ in others]
+        up: list[list[Sample]] = [[] for _ in links]
+        down: list[list[Sample]] = [[] for _ in links]
         try:
-            for peer in others:
+            for peer in links:
                 node.links.post(peer, say.SpeedRequest(seconds=lasts_s))
-            sending = [node.spawn(self._send(peer, lasts_s)) for peer in others]
+            sending = [node.spawn(self._send(peer, lasts_s)) for peer in links]
             ends = time.monotonic() + lasts_s
-            while (now := time.monotonic()) < ends and others and not _is_over(up, down):
-                for link, sent, received in zip(others.values(), up, down, strict=True):
+            while (now := time.monotonic()) < ends and links and not _is_over(up, down):
+                for link, sent, received in zip(links.values(), up, down, strict=True):
                     moved = link.moved_bytes()
                     sent.append((now, moved[0]))
                     received.append((now, moved[1]))
@@ -107,16 +118,17 @@ class LinkSpeed:
             node.send_heartbeats()
 
     async def _links(self) -> dict[str, PeerConnection]:
-        """To the members to measure with, which may not be connected yet: without one a link looks slower."""
-        node, others = self._node, [peer for peer in self._node.view.ids if peer != self._node.me][:MOST_OTHERS]
-        waits = (node.links.data_link(peer, CONNECT_S) for peer in others)
-        found = await asyncio.gather(*waits, return_exceptions=True)
-        return {peer: link for peer, link in zip(others, found, strict=True) if isinstance(link, PeerConnection)}
+        """Wait for connections to the members to measure with; with fewer of them the link would look slower."""
+        node, peers = self._node, [peer for peer in self._node.view.ids if peer != self._node.me][:MOST_OTHERS]
+        waits = (node.links.data_link(peer, CONNECT_S) for peer in peers)
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        return {peer: link for peer, link in zip(peers, results, strict=True) if isinstance(link, PeerConnection)}
 
     async def _send(self, peer: str, seconds: float) -> None:
-        """Bytes for so long; those that wait are few when it is over, for they are in the way of the next turn.
+        """Send bytes to a peer for `seconds`, with at most `AHEAD_S` seconds' worth waiting for the link.
 
-        Nearly half a second's worth may wait, so that a link does not wait for a processor that is busy elsewhere.
+        So few bytes are left when the turn is over, which would delay the next turn, and the link still does not have
+        to wait for a processor that is busy elsewhere.
         """
         began, sent = time.monotonic(), 0
         try:
@@ -134,6 +146,7 @@ class LinkSpeed:
             return  # the turn ends without this member
 
     def _may_ask(self, peer: str) -> bool:
+        """Return True if a peer has made fewer than `MOST_ASKED` requests in the last `MOST_S` seconds."""
         now = time.monotonic()
         recent = [at for at in self._asked_at.get(peer, []) if now - at < MOST_S]
         self._asked_at[peer] = [*recent, now][-8:]
@@ -141,22 +154,24 @@ class LinkSpeed:
 
 
 def steady_rate(streams: Sequence[Sequence[Sample]], begin_s: float, window_s: float) -> float:
-    """Bytes a second of several streams together, looked at at the same times: the best window after the beginning.
+    """Return the bytes per second of several streams together, sampled at the same times: the best window's rate.
 
-    Streams end when all of their bytes have come. From the first end on others would have the link for themselves,
-    so nothing after it counts. Where that leaves no whole window, all that was seen is one.
+    The first `begin_s` seconds are left out. A stream ends when all of its bytes have come; from the first end on the
+    remaining streams would share the link between fewer, so nothing after it counts. If no full window is left, the
+    whole time until then is the window.
 
     >>> even = [(at / 10, 100 * at) for at in range(30)]
     >>> round(steady_rate([even, even], 0.4, 0.8)), round(steady_rate([even[:5], even], 0.4, 0.8))
     (2000, 2000)
     """
-    flowing = [one for one in streams if len(one) > 1 and one[-1][1] > one[0][1]]
+    flowing = [stream for stream in streams if len(stream) > 1 and stream[-1][1] > stream[0][1]]
     if not flowing:
         return 0.0
     least = min(map(len, flowing))
-    ends = min(max(at for at in range(1, least) if one[at][1] > one[at - 1][1] or at == 1) for one in flowing)
+    # Index of the last sample at which all streams still moved bytes.
+    ends = min(max(at for at in range(1, least) if stream[at][1] > stream[at - 1][1] or at == 1) for stream in flowing)
     times = [at for at, _ in flowing[0][: ends + 1]]
-    total = [sum(one[at][1] for one in flowing) for at in range(ends + 1)]
+    total = [sum(stream[at][1] for stream in flowing) for at in range(ends + 1)]
     first = next((place for place, at in enumerate(times) if at - times[0] >= begin_s), ends)
     best, start = 0.0, first
     for place in range(first, ends + 1):
@@ -168,8 +183,8 @@ def steady_rate(streams: Sequence[Sequence[Sample]], begin_s: float, window_s: f
 
 
 def _is_over(up: list[list[Sample]], down: list[list[Sample]]) -> bool:
-    """Whether a stream has moved all that it may."""
-    return any(one and one[-1][1] - one[0][1] >= MOST_BYTES for one in itertools.chain(up, down))
+    """Return True if a stream has moved all the bytes that it may."""
+    return any(stream and stream[-1][1] - stream[0][1] >= MOST_BYTES for stream in itertools.chain(up, down))
 
 
 def _three_digits(value: float) -> float:

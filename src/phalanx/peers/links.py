@@ -1,7 +1,7 @@
-"""Connections to the other members, kept up: one for control, which carries heartbeats, and one for values.
+"""Persistent connections to the other members: one for control, which carries heartbeats, and one for values.
 
-Two, so that a heartbeat never waits behind megabytes. Between two members the one that cannot be reached dials, and
-otherwise the one with the higher id: never both.
+With two connections a heartbeat never waits behind megabytes of values. Of two members, exactly one dials: a
+client-only member always, otherwise the one with the higher id.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class PeerLinks:
         self.control: dict[str, PeerConnection] = {}
         self.data: dict[str, PeerConnection] = {}
         self.lost_at: dict[str, float] = {}  # since when a peer has no control connection
-        self.absent: set[str] = set()  # nobody listens at its address any more
-        self._parted: set[str] = set()  # sent away for good: nobody dials them
+        self.absent: set[str] = set()  # members whose address refuses connections
+        self._parted: set[str] = set()  # revoked peers, which are not dialled again
         self._transport, self._routes, self._heartbeat_s = transport, routes, heartbeat_s
         self._on_message, self._on_up, self._on_down, self._on_refused = on_message, on_up, on_down, on_refused
         self._dialing: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     def table(self, purpose: str) -> dict[str, PeerConnection]:
-        """Of control or data."""
+        """Return the connections of a purpose, "control" or "data", by peer id."""
         return self.control if purpose == "control" else self.data
 
     def address_of(self, member: Member) -> Address:
-        """Where to dial a member."""
+        """Return the address at which a member is dialled."""
         return self._routes.get(member.id, member.address)
 
     def maintain(self, me: Member, view: MemberView) -> None:
-        """Dial whom this side has to dial and has no connection to; called at every heartbeat."""
+        """Dial members that this side has to dial and is not connected to; called at every heartbeat."""
         for member in view.members:
             if member.id == me.id or member.id in self._parted or not _dials(me, member):
                 continue
@@ -64,7 +64,7 @@ class PeerLinks:
                     self._dialing[key] = asyncio.create_task(self._dial(member, purpose))
 
     async def run(self, connection: PeerConnection, purpose: str) -> None:
-        """Take a connection into the table and read it until it ends."""
+        """Add a connection to its table, and dispatch its messages until it ends."""
         table, peer = self.table(purpose), connection.peer
         older = table.get(peer)
         table[peer] = connection
@@ -80,7 +80,8 @@ class PeerLinks:
                 message, data = await connection.receive()
                 await self._on_message[purpose](connection, message, data)
         except (ConnectionError, ValueError):
-            pass  # the end, or bytes that no peer sends: both end the connection
+            # The connection ended, or brought bytes that no peer sends: it is closed below.
+            pass
         finally:
             connection.abort()
             if table.get(peer) is connection:
@@ -90,35 +91,41 @@ class PeerLinks:
                 self._on_down(peer, purpose)
 
     async def data_link(self, peer: str, timeout_s: float) -> PeerConnection:
-        """The data connection to a peer, waited for; raises TimeoutError."""
+        """Wait for the data connection to a peer and return it; raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while (found := self.data.get(peer)) is None or not found.is_open:
+            while (connection := self.data.get(peer)) is None or not connection.is_open:
                 self._changed.clear()
                 await self._changed.wait()
-            return found
+            return connection
 
     def post(self, peer: str, message: PeerMessage, data: bytes = b"") -> None:
-        """A control message, where there is a connection."""
+        """Send a control message, if there is a connection."""
         if (connection := self.control.get(peer)) is not None:
             connection.post(message, data)
 
     def drop(self, peer: str) -> None:
-        """End both connections."""
+        """End both connections to a peer."""
         for table in (self.control, self.data):
             if (connection := table.get(peer)) is not None:
                 connection.abort()
 
     def part(self, peer: str, message: PeerMessage, data: bytes, *, within_s: float) -> None:
-        """End both connections for good; the peer is told why, as far as it reads it `within_s`."""
+        """End both connections to a peer for good; `message` and `data`, its last frame, state the reason.
+
+        The peer has `within_s` seconds to read it.
+        """
         self._parted.add(peer)
-        control = self.control.pop(peer, None)  # nothing more is said to it
+        control = self.control.pop(peer, None)  # no further message is sent to it
         self.lost_at.setdefault(peer, time.monotonic())
         if control is not None:
             control.part(message, data, within_s=within_s)
         self.drop(peer)
 
     async def probe(self, member: Member) -> None:
-        """Find out whether a process still listens where a member did; the side that does not dial learns it so."""
+        """Check that a process still listens at a member's address, and mark the member as absent if not.
+
+        A member that is dialled, and does not dial, learns only so that the other process is gone.
+        """
         try:
             async with asyncio.timeout(self._heartbeat_s):
                 _, writer = await asyncio.open_connection(*self.address_of(member))
@@ -126,10 +133,10 @@ class PeerLinks:
         except ConnectionRefusedError:
             self.absent.add(member.id)
         except (OSError, TimeoutError):
-            pass  # nothing is known of it: silence decides
+            pass  # no finding: the failure detector decides by the member's silence
 
     async def close(self) -> None:
-        """End all of them and what dials."""
+        """End all connections and attempts to connect."""
         tasks = list(self._dialing.values())
         for task in tasks:
             task.cancel()
@@ -138,6 +145,7 @@ class PeerLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _dial(self, member: Member, purpose: str) -> None:
+        """Dial a member and run the connection; after a failure wait one heartbeat before `maintain` may dial again."""
         key = (member.id, purpose)
         try:
             connection = await self._transport.dial(self.address_of(member), purpose, peer=member.id, timeout_s=5.0)
@@ -159,6 +167,7 @@ class PeerLinks:
 
 
 def _dials(me: Member, other: Member) -> bool:
+    """Return True if this member is the one of the two that dials."""
     if me.client_only != other.client_only:
         return me.client_only
     return not me.client_only and me.id > other.id

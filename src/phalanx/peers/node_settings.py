@@ -1,4 +1,4 @@
-"""What a peer's node is told once: addresses, limits, and whom to call."""
+"""Settings of a peer's node, fixed when it starts: addresses, limits, and callbacks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
 from phalanx.peers.harm_votes import Judgement, RoundTrial
 
-MOST_VALUES = 2**36  # of a vector, where nobody has said how long those of the run are
-MOST_STATE_BYTES = 2**40  # of a state whose tensors nobody has named
+MOST_VALUES = 2**36  # of a vector, until `PeerGroup.expect_values` sets the run's own limit
+MOST_STATE_BYTES = 2**40  # of a state, where the sizes of its tensors are not known
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelLimits:
-    """What the run's model allows: no plan or state of another peer is taken to be larger."""
+    """Limits that follow from the run's model: larger plans and states of other peers are refused."""
 
     values: int = MOST_VALUES
-    tensors: Mapping[str, int] | None = None  # bytes at most, by name
+    tensors: Mapping[str, int] | None = None  # largest size in bytes, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
-    """The arguments of `PeerGroup`, which explains them."""
+    """The arguments of `PeerGroup`, documented there."""
 
     listen: Address
     advertise: Address | None
@@ -44,5 +44,5 @@ class NodeSettings:
 
     @property
     def reconnect_s(self) -> float:
-        """How long a peer may be without a connection before it counts as gone."""
+        """Seconds without a connection after which a peer counts as gone."""
         return min(self.dead_after_s, max(2 * self.heartbeat_s, 0.5))

@@ -1,4 +1,4 @@
-"""One peer's side of the group, on one event loop: who is alive, who joins, and what is done with each message."""
+"""A peer's node: one event loop that handles all messages, watches which members are alive and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from phalanx.peers.tls_transport import PeerTransport
 from phalanx.peers.view_agreement import worst_complaints
 from phalanx.peers.view_change import ViewKeeper
 
-PARTING_S = 10.0  # that whoever was revoked has to read so; on the slowest links a list takes seconds
+# Time that a revoked peer has to read the list; on the slowest links that takes seconds.
+PARTING_S = 10.0
 REVOKED = "this key was revoked by the run's owner"
 EMPTY_VIEW = MemberView(number=0, members=(), next_round=0)
 
 
 class PeerNode:
-    """Everything below runs on one event loop, so nothing here is locked."""
+    """State and message handlers of one peer; all methods run on one event loop, so nothing is locked."""
 
     def __init__(self, identity: PeerIdentity, run: RunFacts, allowed: AllowList, settings: NodeSettings) -> None:
         self.identity, self.run, self.settings = identity, run, settings
@@ -60,18 +61,23 @@ class PeerNode:
         self.joining = GroupEntry(self)
         self.speed = LinkSpeed(self)
         self.progress: dict[str, PeerProgress] = {self.me: PeerProgress()}
-        self.committed: dict[str, int] = {}  # the last committed round that each member knows of, by its heartbeats
-        self.syncing: set[str] = set()  # members that still fetch the state: nobody waits for them
+        # Last committed round that each member reports in its heartbeats.
+        self.committed: dict[str, int] = {}
+        # Members that still fetch the state: rounds do not wait for them.
+        self.syncing: set[str] = set()
         self.latency_s: dict[str, float] = {}
         self.provider: Callable[[], PeerState | None] | None = None
         self.leaving: set[str] = set()
         self.closing = False
-        self._refused_by: set[str] = set()  # members that say that this peer's key was revoked
-        self.excluded: dict[str, str] = dict(settings.excluded)  # by a vote of the others, with the reason
-        self.revoked = {one[:ID_DIGITS] for one in allowed.revoked} | set(self.excluded)
+        self._refused_by: set[str] = set()  # members that refuse this peer's key as revoked
+        # Peers excluded by a vote, with the reason.
+        self.excluded: dict[str, str] = dict(settings.excluded)
+        self.revoked = {digest[:ID_DIGITS] for digest in allowed.revoked} | set(self.excluded)
         self.complaints: dict[tuple[str, str], float] = {}
-        self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
-        self._checks: dict[str, tuple[str, ProgressCheck]] = {}  # of the process that claims: a new one begins anew
+        # By member: `sent_at` of its last heartbeat (its clock), and the time of arrival (this clock).
+        self._heard: dict[str, tuple[float, float]] = {}
+        # By member: instance of its process and the check of its claims, which starts anew with a new process.
+        self._checks: dict[str, tuple[str, ProgressCheck]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticked_at = time.monotonic()
         self._view_since = time.monotonic()
@@ -79,8 +85,9 @@ class PeerNode:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen, and begin to tick."""
-        address: Address = ("0.0.0.0", 1)  # of a peer that nobody dials
+        """Begin to listen, unless this peer is client-only, and start the heartbeat task."""
+        # Placeholder of a client-only peer, which is never dialled.
+        address: Address = ("0.0.0.0", 1)
         if not self.settings.client_only:
             address = await self.transport.listen(
                 self.settings.listen, self._on_accept, lambda why: self.tell("refused", why)
@@ -96,7 +103,7 @@ class PeerNode:
         self.spawn(self._tick_forever())
 
     async def stop(self) -> None:
-        """End everything; whoever waits for a round learns that it was discarded."""
+        """End all tasks and connections; a waiting call of `average` returns a discarded round."""
         self.closing = True
         self.rounds.fail_pending("this peer was closed")
         tasks = [*self._tasks, *([self.joining.rejoining] if self.joining.rejoining else [])]
@@ -107,14 +114,14 @@ class PeerNode:
         await self.transport.close()
 
     def spawn(self, coroutine: object) -> asyncio.Task[None]:
-        """A task that ends with the node."""
+        """Start a task that is cancelled when the node stops."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def tell(self, kind: str, text: str, *, peer: str = "", round_number: int = -1, **values: float) -> None:
-        """An event for the record."""
+        """Record an event."""
         name = self.name_of(peer) if peer else ""
         self.settings.events(
             PeerEvent(
@@ -129,15 +136,16 @@ class PeerNode:
         )
 
     def name_of(self, peer: str) -> str:
-        """What the allowlist calls a peer."""
+        """Return the name of a peer in the view or on the allowlist, or ""."""
         if (member := self.view.member(peer)) is not None:
             return member.name
-        found = (name for fingerprint, name in self.transport.fingerprints.items() if fingerprint[:ID_DIGITS] == peer)
-        return next(found, "")
+        names = (name for fingerprint, name in self.transport.fingerprints.items() if fingerprint[:ID_DIGITS] == peer)
+        return next(names, "")
 
     # ---- links --------------------------------------------------------------------------------------------------
 
     async def _on_accept(self, connection: PeerConnection, hello: say.Hello) -> None:
+        """Dispatch an authenticated incoming connection by its purpose."""
         if self.is_revoked:
             return
         if hello.purpose == "join":
@@ -148,44 +156,44 @@ class PeerNode:
             await self.links.run(connection, hello.purpose)
 
     def link_facts(self) -> dict[str, dict[str, float]]:
-        """See `PeerGroup.links`."""
-        now, found = time.monotonic(), {}
+        """Return statistics of the connections, as `PeerGroup.links` documents."""
+        now, facts = time.monotonic(), {}
         for peer, control in self.links.control.items():
-            both = [control, *([self.links.data[peer]] if peer in self.links.data else [])]
-            found[peer] = {
+            connections = [control, *([self.links.data[peer]] if peer in self.links.data else [])]
+            facts[peer] = {
                 "latency_s": self.latency_s.get(peer, math.nan),
                 "silent_s": now - control.heard_at,
-                "sent_bytes": float(sum(one.sent_bytes for one in both)),
-                "received_bytes": float(sum(one.received_bytes for one in both)),
+                "sent_bytes": float(sum(connection.sent_bytes for connection in connections)),
+                "received_bytes": float(sum(connection.received_bytes for connection in connections)),
             }
-        return found
+        return facts
 
     # ---- who is alive -----------------------------------------------------------------------------------------------
 
     def suspects(self) -> set[str]:
-        """Members of the view that this peer has not heard of for too long, or whose process is gone."""
-        now, found = time.monotonic(), set()
+        """Return members of the view that have been silent for too long, or whose process is gone."""
+        now, silent_ids = time.monotonic(), set()
         for member in self.view.members:
             if member.id == self.me or (member.client_only and self.settings.client_only):
                 continue
             link = self.links.control.get(member.id)
             if link is not None and link.instance == member.instance:
-                silent = now - link.heard_at > self.settings.dead_after_s
+                is_silent = now - link.heard_at > self.settings.dead_after_s
             elif member.id in self.links.lost_at:
                 since = max(self.links.lost_at[member.id], self._view_since)
-                gone = member.id in self.links.absent and now - since > self.settings.heartbeat_s
-                silent = gone or now - since > self.settings.reconnect_s
+                is_absent = member.id in self.links.absent and now - since > self.settings.heartbeat_s
+                is_silent = is_absent or now - since > self.settings.reconnect_s
             else:  # never connected in this view yet
-                silent = now - self._view_since > self.settings.dead_after_s
-            if silent:
-                found.add(member.id)
-        return found
+                is_silent = now - self._view_since > self.settings.dead_after_s
+            if is_silent:
+                silent_ids.add(member.id)
+        return silent_ids
 
     def view_changed(self) -> None:
-        """A new view: links are checked at once, and everybody has time to connect."""
+        """Apply a new view: restart the time that members have to connect, and connect to them."""
         self._view_since = time.monotonic()
-        gone = {*self.links.control, *self.links.data} - set(self.view.ids)
-        for peer in gone:
+        departed = {*self.links.control, *self.links.data} - set(self.view.ids)
+        for peer in departed:
             self.progress.pop(peer, None)
             self.committed.pop(peer, None)
         self.syncing &= set(self.view.ids)
@@ -198,10 +206,11 @@ class PeerNode:
             await asyncio.sleep(self.settings.heartbeat_s)
 
     def _tick(self) -> None:
+        """Do the work of one heartbeat: connect, send heartbeats, and see if the view or a round has to change."""
         now = time.monotonic()
         late = now - self._ticked_at - self.settings.heartbeat_s
         if late > 2 * self.settings.heartbeat_s:
-            # This process was stopped or starved: the silence was ours, not the others'.
+            # This process was stopped or starved: members are not to blame for the silence.
             for connection in self.links.control.values():
                 connection.heard_at += late
             self.links.lost_at = {peer: at + late for peer, at in self.links.lost_at.items()}
@@ -218,25 +227,26 @@ class PeerNode:
             self.leader.tick()
 
     def set_syncing(self, is_syncing: bool) -> None:
-        """Whether this peer fetches the state and nobody is to wait for it; the others hear of it at once."""
+        """Set whether this peer fetches the state, so that rounds do not wait for it, and inform the others at once."""
         if is_syncing != (self.me in self.syncing):
             (self.syncing.add if is_syncing else self.syncing.discard)(self.me)
             self.send_heartbeats()
 
     def send_heartbeats(self) -> None:
-        """Out of turn, because something is new that the others should know at once."""
+        """Send heartbeats outside of the regular interval, when the others should know of a change at once."""
         self._send_heartbeats(self.suspects(), time.monotonic())
 
     def _send_heartbeats(self, suspects: set[str], now: float) -> None:
+        """Send a heartbeat to every connected peer."""
         for peer, connection in self.links.control.items():
-            heard = self._heard.get(peer, (0.0, now))
+            last = self._heard.get(peer, (0.0, now))
             connection.post(
                 say.PeerHeartbeat(
                     view_number=self.view.number,
                     history=self.view.history,
                     sent_at=round(now, 4),
-                    echo=heard[0],
-                    held_s=round(now - heard[1], 4),
+                    echo=last[0],
+                    held_s=round(now - last[1], 4),
                     progress=self.progress[self.me],
                     syncing=self.me in self.syncing,
                     suspects=sorted(suspects),
@@ -247,7 +257,7 @@ class PeerNode:
             )
 
     def _complained(self, suspects: set[str], now: float) -> set[str]:
-        """Members that others cannot reach though we can, for long enough that we would have noticed a death."""
+        """Return members that others cannot reach though this peer can, for longer than detecting a dead peer takes."""
         old = [pair for pair, since in self.complaints.items() if now - since > self.settings.dead_after_s + 1.0]
         present = [pair for pair in old if not suspects & set(pair)]
         return set(worst_complaints(present)) - {self.me}
@@ -255,6 +265,7 @@ class PeerNode:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def _on_link_up(self, peer: str, connection: PeerConnection) -> None:
+        """Greet a member on a new control connection; a revoked peer is sent the allowlist and disconnected."""
         self._heard.pop(peer, None)
         if peer in self.revoked:
             self.links.part(peer, say.AllowlistUpdate(), self._list_text(), within_s=PARTING_S)
@@ -265,6 +276,7 @@ class PeerNode:
             self.rounds.say_ready()
 
     def _on_link_down(self, peer: str, purpose: str) -> None:
+        """Report values that may be lost, or start to check that the member is alive, and dial again."""
         if self.closing or self.is_revoked:
             return
         if purpose == "data":
@@ -275,7 +287,10 @@ class PeerNode:
         self.links.maintain(self.member, self.view)
 
     def _on_refused(self, peer: str, why: str) -> None:
-        """A member that was dialled takes no connection. Its word is no proof, but for the owner's and everybody's."""
+        """Record that a dialled member refused the connection.
+
+        This peer takes itself as revoked only if the owner or all other members refuse its key.
+        """
         if self.is_revoked:
             return
         self.tell("refused", why, peer=peer)
@@ -287,20 +302,22 @@ class PeerNode:
                 self._end_as_revoked()
 
     def is_current(self, connection: PeerConnection) -> bool:
-        """Whether the other side is a member of our view, and the process that we admitted."""
+        """Return True if the other side is a member of this view, and still the process that was admitted."""
         member = self.view.member(connection.peer)
         return member is not None and member.instance == connection.instance
 
     async def _on_control(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
+        """Dispatch a control message to the part of the node that handles it."""
         peer = connection.peer
         if isinstance(message, say.AllowlistUpdate):
             self._on_lists(data)
         elif peer in self.revoked or self.is_revoked:
-            return  # it was sent away, and may not have read so yet
+            return  # a revoked peer, which may not have received the list yet
         elif isinstance(message, say.PeerHeartbeat):
             self._on_heartbeat(connection, message)
         elif not self.is_current(connection):
-            return  # only members of our view speak for it, or for the one that follows it
+            # Only members of this view may send messages about it, or about its successor.
+            return
         elif isinstance(message, say.Install):
             self.views.on_install(message.proposal)
         elif isinstance(message, say.Leaving):
@@ -316,13 +333,15 @@ class PeerNode:
             self.rounds.on_message(peer, message)
 
     async def _on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
-        if not isinstance(message, say.SpeedBlock):  # which the kernel has counted
+        if not isinstance(message, say.SpeedBlock):  # its bytes were counted by the kernel
             await self.rounds.on_data(connection, message, data)
 
     def _on_heartbeat(self, connection: PeerConnection, message: say.PeerHeartbeat) -> None:
+        """Update the sender's state; send it the allowlist or view that it lacks."""
         peer, now = connection.peer, time.monotonic()
         self._heard[peer] = (message.sent_at, now)
         if message.echo:
+            # `echo` is this peer's own clock, so the two clocks need not agree.
             trip = max(0.0, now - message.echo - message.held_s)
             self.latency_s[peer] = trip / 2
         if message.list_version < self.transport.allowed.version:
@@ -332,7 +351,8 @@ class PeerNode:
             forced = self.views.forced is not None and message.history == self.views.forced.forced_from
             missed = self.views.forced if forced else self.views.installed if same else None
             if missed is not None:
-                connection.post(say.Install(proposal=missed))  # it was left out: it will learn so
+                # The sender was left out of this view.
+                connection.post(say.Install(proposal=missed))
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
@@ -346,26 +366,26 @@ class PeerNode:
             self._checks[peer] = connection.instance, check
         if doubt := check.doubt(message.progress, now):
             self.tell("doubtful-progress", doubt, peer=peer)
-        for other in self.view.ids:
-            pair = (peer, other)
-            if other in message.suspects and other != self.me:
+        for suspect in self.view.ids:
+            pair = (peer, suspect)
+            if suspect in message.suspects and suspect != self.me:
                 self.complaints.setdefault(pair, now)
             else:
                 self.complaints.pop(pair, None)
 
     @property
     def is_revoked(self) -> bool:
-        """Whether this peer was sent away itself: it takes part in nothing more."""
+        """True if this peer itself was revoked or excluded; it then takes part in nothing more."""
         return self.me in self.revoked
 
     def _list_text(self) -> bytes:
         return json.dumps(self.transport.allowed.to_json()).encode()
 
     def set_allowed(self, allowed: AllowList) -> None:
-        """Take over a newer list and tell everybody, whoever was revoked too, who leaves the view."""
+        """Take over a newer list, send it to all members and to newly revoked peers, and form a view without those."""
         if not allowed.replaces(self.transport.allowed):
             return
-        new = [one[:ID_DIGITS] for one in allowed.revoked - self.transport.allowed.revoked]
+        new = [digest[:ID_DIGITS] for digest in allowed.revoked - self.transport.allowed.revoked]
         self.revoked |= set(new)
         text = json.dumps(allowed.to_json()).encode()
         if not self.is_revoked:
@@ -383,13 +403,13 @@ class PeerNode:
         self.views.consider(self.suspects(), set())
 
     def exclude(self, peer: str, reason: str, *, round_number: int) -> None:
-        """Send a peer away by a vote: for good where this peer owns the run, else for as long as this run lasts."""
+        """Exclude a peer after a vote: for good if this peer owns the run, else for the rest of this run."""
         if peer in self.excluded:
             return
         reason = printable(reason, most=400)
         self.excluded[peer] = reason
         self.tell("excluded", reason, peer=peer, round_number=round_number)
-        if peer in self.revoked:  # the owner's list was faster than the votes
+        if peer in self.revoked:  # the owner's list arrived before the votes
             return
         allowed = self.transport.allowed
         if peer == self.me:
@@ -398,7 +418,7 @@ class PeerNode:
         elif self.identity.certificate_pem == allowed.certificates[0]:
             try:
                 self.set_allowed(allowed.revoke(self.identity, peer))
-            except UserError as error:  # not on the list any more
+            except UserError as error:  # the peer is no longer on the list
                 self.tell("refused", str(error), peer=peer)
         else:
             self.revoked.add(peer)
@@ -406,13 +426,14 @@ class PeerNode:
             self.views.consider(self.suspects(), set())
 
     def _end_as_revoked(self, reason: str = REVOKED) -> None:
-        """Never again a round: whoever waits for one is told so, and the others hear no more of this peer."""
+        """Leave all rounds and connections for good, and fail the waiting call of `average` with the reason."""
         self.tell("revoked", reason, peer=self.me)
         for peer in {*self.links.control, *self.links.data}:
             self.links.drop(peer)
         self.rounds.fail_pending(reason)
 
     def _on_lists(self, data: bytes) -> None:
+        """Take over a received allowlist, if its owner's signature is valid."""
         try:
             if len(data) > MOST_LIST_BYTES:
                 raise ValueError("too long")
@@ -424,11 +445,12 @@ class PeerNode:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     async def fetch_state(self, into: Callable[[str, bytes], None]) -> int:
-        """From the nearest peer that has the newest; see `PeerGroup`."""
+        """Fetch the newest state from the nearest peer that has it; see `PeerGroup.fetch_state`."""
         self.set_syncing(True)
         number = await fetch_state_from(self, into)
         self.rounds.must_fetch = ""
-        if number >= self.view.next_round:  # the state holds rounds that this peer never heard the end of
+        # The state includes rounds whose commit this peer did not receive.
+        if number >= self.view.next_round:
             self.view = replace(self.view, next_round=number + 1)
         return number
 

@@ -1,4 +1,4 @@
-"""Rounds as every member sees them: what it sends, what it holds, and what is committed."""
+"""A member's side of rounds: its attempts, the results it holds, and the call of `average` that waits."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from phalanx.peers.round_judging import RoundJudging
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
-KEPT_ROUNDS = 3  # results that a member that was late, or just fetched the state, may still ask for
+KEPT_ROUNDS = 3  # results kept for members that were late, or have just fetched the state
 Key = tuple[int, int, int]
 
 
 class RoundKeeper:
-    """This member's attempts, results, and the call that waits."""
+    """A member's attempts, results, and the call of `average` that waits for a round."""
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
-        self.accepted: Accepted | None = None  # the newest attempt that this member holds whole and has said so
+        # The newest attempt whose result this member has complete, and has reported to the leader.
+        self.accepted: Accepted | None = None
         self.pending: PendingAverage | None = None
         self._attempts: dict[Key, Attempt] = {}
         self._sending = AttemptSending(node)
         self._early = EarlyValues(node, self._sending)
         self._results: dict[int, Attempt] = {}
         self._newest: Key = (0, 0, 0)
-        self._handed: dict[tuple[str, int], Key] = {}  # of each peer and round, the result that it began to hand out
-        self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and who may have them, the next first
+        # By peer and round, the attempt whose result that peer is sending.
+        self._handed: dict[tuple[str, int], Key] = {}
+        # Rounds to fetch, and the members that may have them, the next one to ask first.
+        self._wanted: dict[int, list[str]] = {}
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
         self._calls = 0
-        self._fallback = ""  # the reason for another aggregation than the one that was asked for
+        self._fallback = ""  # reason for an aggregation other than the configured one
         self.judging = RoundJudging(node)
-        self.must_fetch = ""  # why this member's state is not the group's: no round before it is fetched
+        self.must_fetch = ""  # reason to fetch the state before the next round; "" for none
 
     @property
     def committed(self) -> int:
@@ -101,12 +104,13 @@ class RoundKeeper:
             self.pending = None
 
     def say_ready(self) -> None:
-        """Tell the leader that this member's update may be fetched; said again in every view."""
+        """Report to the leader that this member is ready for its round; repeated in every view."""
         pending, view = self.pending, self._node.view
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
         square, pace = sum_of_squares(pending.outgoing), self._node.progress[self._node.me].samples_per_s
-        self._early.send(pending, self._newest)  # before the leader knows, who may be here and begin at once
+        # First the early values: the leader may be this member, and would begin the attempt at once.
+        self._early.send(pending, self._newest)
         self._to_leader(
             say.Ready(
                 view_number=view.number,
@@ -125,37 +129,41 @@ class RoundKeeper:
         )
 
     def fail_pending(self, why: str, *, behind: bool = False) -> None:
-        """Whoever waits gets an answer."""
+        """Answer the waiting call of `average`, if there is one, with a failed round."""
         pending = self.pending
         if pending is not None and not pending.future.done():
             pending.future.set_result(self._failure(pending, why, behind=behind))
 
     def fetch_first(self, why: str) -> None:
-        """No round before this member has fetched the state."""
+        """Refuse rounds until this member has fetched the state."""
         self.must_fetch = why
         self.fail_pending(why, behind=True)
         self._node.set_syncing(True)
 
     def tick(self) -> None:
-        """Ask again for a committed result that does not come."""
+        """Request a committed result again if nothing has arrived for `dead_after_s`."""
         stalled = time.monotonic() - self._moved_at > self._node.settings.dead_after_s
-        known = [one.plan.round_number for one in self._attempts.values() if one.commit_digest and not one.is_whole]
-        if stalled and (known or self._wanted):
+        incomplete = [
+            attempt.plan.round_number
+            for attempt in self._attempts.values()
+            if attempt.commit_digest and not attempt.is_whole
+        ]
+        if stalled and (incomplete or self._wanted):
             self._moved_at = time.monotonic()
-            for number in {*known, *self._wanted}:
+            for number in {*incomplete, *self._wanted}:
                 self._ask(number)
 
     # ---- one attempt ------------------------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: PeerMessage) -> None:
-        """From the leader, or from a member that answers what was asked."""
+        """Handle a control message from the leader, or from a member that this one asked."""
         view = self._node.view
         if isinstance(message, say.Begin) and peer == view.leader and message.plan.view_number == view.number:
             self._begin(message.plan)
         elif isinstance(message, say.Commit) and peer == view.leader and message.key[0] == view.number:
             self._learn_commit(message.key, message.digest)
         elif isinstance(message, say.Discard) and peer == view.leader and message.view_number == view.number:
-            # One that was sent before this member called again ends the earlier call, which is over.
+            # A Discard sent before this member called again refers to the earlier call, which has ended.
             if self.pending is not None and self.pending.call == message.call:
                 self._node.tell("discarded", message.reason, round_number=message.round_number)
                 self.fail_pending(message.reason)
@@ -168,31 +176,33 @@ class RoundKeeper:
             self._ask(message.round_number)
 
     def _begin(self, plan: RoundPlan) -> None:
+        """Begin an attempt by the leader's plan, after checking the plan, and send this member's values."""
         node = self._node
         if plan.key <= self._newest or node.views.acceptor.is_frozen or plan.round_number != node.view.next_round:
             return
-        if wrong := check_plan(plan, node.view, most_values=node.settings.limits.values):
-            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+        if objection := check_plan(plan, node.view, most_values=node.settings.limits.values):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {objection}", peer=node.view.leader)
             return
         pending = self.pending
-        wanted, reason = choose_aggregation(node.settings.aggregation, codec=plan.codec, counted=len(plan.weights))
+        aggregation, reason = choose_aggregation(node.settings.aggregation, codec=plan.codec, counted=len(plan.weights))
         is_same = pending is not None and pending.round_number == plan.round_number
         limits = pending.weight_limits if pending is not None and is_same else None
-        if wrong := check_derived(plan, aggregation=wanted, weight_limits=limits):
-            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+        if objection := check_derived(plan, aggregation=aggregation, weight_limits=limits):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {objection}", peer=node.view.leader)
             return
         if len(plan.weights) > 1 and reason != self._fallback:
             self._fallback = reason
-            node.tell("aggregation", reason or f'updates are aggregated by "{wanted}" again')
+            node.tell("aggregation", reason or f'updates are aggregated by "{aggregation}" again')
         is_counted = node.me in plan.weights
         fits = pending is not None and (pending.round_number, pending.outgoing.size) == (plan.round_number, plan.values)
         if is_counted and not fits:
             self._to_leader(say.Withdraw(view_number=plan.view_number, round_number=plan.round_number))
             return
-        mine = pending if is_counted else None
+        counted_call = pending if is_counted else None
         try:
-            early = self._early.adopt(plan, mine.call if mine else None)
+            early = self._early.adopt(plan, counted_call.call if counted_call else None)
         except StaleValues as error:
+            # The leader begins again with the next attempt, whose key differs from that of the stale values.
             self._sending.stop()
             self._newest = plan.key
             self._to_leader(say.AttemptFailed(key=plan.key, peer=node.me, reason=str(error)[:400], drop=False))
@@ -200,13 +210,13 @@ class RoundKeeper:
         attempt = early or Attempt(
             plan,
             node.me,
-            outgoing=mine.outgoing if mine else None,
-            sender=mine.sender if mine else None,
+            outgoing=counted_call.outgoing if counted_call else None,
+            sender=counted_call.sender if counted_call else None,
             screen=node.settings.screen,
         )
         self._drop_attempts()
         self._attempts[plan.key] = attempt
-        self.accepted = None  # the leader has given up any earlier attempt of this view
+        self.accepted = None  # the leader has given up all earlier attempts of this view
         if plan.judged:
             self.judging.begin(plan)
         self._newest = plan.key
@@ -220,10 +230,13 @@ class RoundKeeper:
             self._sending.start(attempt, failed)
         self._wake()
         self._take(attempt, attempt.take_own_pieces())
-        self._progressed(attempt)  # an attempt without values is whole from the beginning
+        self._progressed(attempt)  # an attempt without values is complete from the beginning
 
     async def on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
-        """Values of an attempt; those of one that has not begun here yet wait, and their link with them."""
+        """Handle values of an attempt.
+
+        Values of an attempt that has not begun here are held back until it does, and block their connection meanwhile.
+        """
         if isinstance(message, say.ResultPlan):
             self._on_whole(connection.peer, message.result)
             return
@@ -241,7 +254,7 @@ class RoundKeeper:
         attempt = self._attempts.get(message.key)
         if attempt is None:
             return
-        # Values show that a peer lives as well as a heartbeat, which may wait behind them on a slow link.
+        # Values prove that a peer is alive, as a heartbeat does, which may wait behind them on a slow link.
         if (control := self._node.links.control.get(connection.peer)) is not None:
             control.heard_at = time.monotonic()
         self._moved_at = time.monotonic()
@@ -251,7 +264,8 @@ class RoundKeeper:
         else:
             attempt.bytes_received += len(data)
             means: Iterable[tuple[int, bytes]] = attempt.take_piece(connection.peer, message.start, data)
-            if attempt.has_screen:  # heartbeats go on meanwhile, and one piece is taken at a time
+            # On a thread, so that heartbeats continue, and under a lock, so that one piece is taken at a time.
+            if attempt.has_screen:
                 try:
                     async with attempt.screening:
                         means = await asyncio.to_thread(list, means)
@@ -261,23 +275,26 @@ class RoundKeeper:
             self._take(attempt, means)
 
     def _take(self, attempt: Attempt, means: Iterable[tuple[int, bytes]]) -> None:
-        """Send on every mean that is whole now; report an update that cannot be summed."""
-        key, found = attempt.plan.key, False
+        """Send each mean that is complete now to all members; report an update that cannot be summed."""
+        key, has_means = attempt.plan.key, False
         if self._attempts.get(key) is not attempt:
-            return  # given up meanwhile
+            return  # given up in the meantime
         try:
             for start, _ in means:
-                found = True
+                has_means = True
                 self._sending.add_mean(start)
         except BadUpdate as error:
             self._trouble(key, error.peer, error.reason, drop=True)
             return
-        if found and attempt.has_summed_its_share:
+        if has_means and attempt.has_summed_its_share:
             self._to_leader(say.UpdateNorms(key=key, squares=attempt.squares))
             self._progressed(attempt)
 
     def _progressed(self, attempt: Attempt) -> None:
-        """Tell the leader once a result is whole; from then on this member holds it for the group."""
+        """Report a complete result to the leader, after judging it if the plan requires it.
+
+        From the report on this member holds the result for the group.
+        """
         if not attempt.is_whole:
             return
         self._finish()
@@ -294,6 +311,7 @@ class RoundKeeper:
             self._accept(attempt, ABSTAINED)
 
     async def _judge(self, attempt: Attempt) -> None:
+        """Judge an attempt on a thread, then report it, unless it was given up in the meantime."""
         judgement = await self.judging.judge(attempt)
         plan, node = attempt.plan, self._node
         is_next = plan.key == self._newest and plan.round_number == node.view.next_round
@@ -301,7 +319,7 @@ class RoundKeeper:
             self._accept(attempt, judgement)
 
     def _accept(self, attempt: Attempt, judgement: Judgement) -> None:
-        """Hold a result for the group unless this member objects, and report it to the leader with its vote."""
+        """Report a result with this member's vote to the leader; hold it for the group unless the member objects."""
         plan, digest = attempt.plan, attempt.digest()
         if not judgement.objects(gathered=plan.gathered):
             self.accepted = Accepted(plan=plan, digest=digest)
@@ -318,7 +336,7 @@ class RoundKeeper:
             self.judging.broadcast(say.HarmVote(key=plan.key, accused=dict(judgement.accused)))
 
     def reject(self, key: Key) -> None:
-        """A vote has discarded an attempt: this member holds it no longer for the group."""
+        """Drop an attempt that a vote has discarded; this member no longer holds its result for the group."""
         if self.accepted is not None and self.accepted.plan.key == key:
             self.accepted = None
         attempt = self._attempts.get(key)
@@ -326,16 +344,17 @@ class RoundKeeper:
             self._drop_attempts()
 
     def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
+        """Report to the leader that an attempt failed because of a peer; with `drop`, its update is to be left out."""
         attempt = self._attempts.get(key)
         if attempt is not None and not attempt.commit_digest:
             self._to_leader(say.AttemptFailed(key=key, peer=peer, reason=reason[:400], drop=drop))
 
     def report_trouble(self, peer: str, reason: str) -> None:
-        """A member could not be sent its values of the newest attempt."""
+        """Report to the leader that values of the newest attempt could not be sent to a member."""
         self._trouble(self._newest, peer, reason, drop=False)
 
     def data_link_lost(self, peer: str) -> None:
-        """Bytes may have been lost with it."""
+        """Request the result again, or report the failure: bytes may be lost with the data connection."""
         self._early.on_link_lost(peer)
         attempt = self._attempts.get(self._newest)
         if attempt is None or self._node.view.member(peer) is None:
@@ -348,6 +367,7 @@ class RoundKeeper:
     # ---- committing -------------------------------------------------------------------------------------------------
 
     def _learn_commit(self, key: Key, digest: str) -> None:
+        """Note that the leader committed an attempt; request the result if this member does not have the attempt."""
         if key[1] < self._node.view.next_round:
             return
         attempt = self._attempts.get(key)
@@ -358,13 +378,13 @@ class RoundKeeper:
         self._finish()
 
     def _finish(self) -> None:
-        """Commit what is whole and known to be committed, in order."""
+        """Commit, in order, all attempts that are complete here and known to be committed."""
         while True:
             number = self._node.view.next_round
             ready = [
-                one
-                for one in self._attempts.values()
-                if one.plan.round_number == number and one.commit_digest and one.is_whole
+                attempt
+                for attempt in self._attempts.values()
+                if attempt.plan.round_number == number and attempt.commit_digest and attempt.is_whole
             ]
             if not ready:
                 return
@@ -377,12 +397,15 @@ class RoundKeeper:
             self._commit(attempt)
 
     def _commit(self, attempt: Attempt) -> None:
+        """Enter a committed attempt: advance the view to the next round, keep the result, and record events."""
         node, plan = self._node, attempt.plan
         number = plan.round_number
         del self._attempts[plan.key]
         node.view = replace(node.view, next_round=number + 1)
         self._results[number] = attempt
-        self._results = {one: kept for one, kept in self._results.items() if one > number - KEPT_ROUNDS}
+        self._results = {
+            kept_number: result for kept_number, result in self._results.items() if kept_number > number - KEPT_ROUNDS
+        }
         self.accepted = None
         self._wanted.pop(number, None)
         self._early.on_committed(plan)
@@ -398,7 +421,7 @@ class RoundKeeper:
         self._look_at_pending()
 
     def _look_at_pending(self) -> None:
-        """Answer the waiting call, ask for its result, or say that it is ready: whatever its round needs now."""
+        """Advance the waiting call: report ready, request the result of its round, or answer it."""
         pending, view = self.pending, self._node.view
         if pending is None or pending.future.done():
             return
@@ -407,43 +430,45 @@ class RoundKeeper:
         elif pending.round_number < view.next_round:
             attempt = self._results.get(pending.round_number)
             if attempt is None:
-                if pending.round_number not in self._wanted:  # else it was asked for, and `tick` asks again
+                # A result in `_wanted` is requested already, and `tick` repeats that.
+                if pending.round_number not in self._wanted:
                     self._ask(pending.round_number)
             else:
                 pending.future.set_result(self._success(pending, attempt))
 
     def on_view(self, proposal: NextView) -> None:
-        """A new view: what it committed is learnt, and the call that waits is ready again."""
+        """Apply a new view: commit the round it carries, drop other attempts, and advance the waiting call."""
         self._sending.stop()
         self._early.forget()
         target, outcome = self._node.view.next_round, proposal.outcome
         self._newest = max(self._newest, (proposal.view.number, 0, 0))
-        if outcome is not None and (held := self._attempts.get(outcome.plan.key)) is not None:
-            held.commit_digest = outcome.digest
-            if held.is_whole:
+        if outcome is not None and (carried := self._attempts.get(outcome.plan.key)) is not None:
+            carried.commit_digest = outcome.digest
+            if carried.is_whole:
                 self._node.view = replace(self._node.view, next_round=outcome.plan.round_number)
                 self._finish()
-        # Rounds that were committed without us are over for the group; `average` still asks for their results.
+        # Rounds committed without this member are over for the group; `average` still requests their results.
         self._node.view = replace(self._node.view, next_round=max(target, self._node.view.next_round))
         self._drop_attempts()
         self.accepted = None
         self._wake()
         self._look_at_pending()
 
-    # ---- results that others hold -----------------------------------------------------------------------------------
+    # ---- results held by other members ------------------------------------------------------------------------------
 
     def _ask(self, number: int) -> None:
-        """Ask the next member that may have a committed result; when nobody is left who may, we are behind."""
+        """Request a committed result from the next member that may have it; if none is left, this member is behind."""
         node = self._node
         if number not in self._wanted:
             holders = self._node.views.installed.holders if self._node.views.installed else []
-            others = [peer for peer in node.view.ids if peer != node.me]
-            self._wanted[number] = sorted(others, key=lambda peer: (peer not in holders, peer != node.view.leader))
-        left = self._wanted[number] = [peer for peer in self._wanted[number] if node.view.member(peer) is not None]
-        if left:
-            self._moved_at = time.monotonic()  # it has as long as anybody to answer
-            left.append(left.pop(0))  # one that does not answer is slow, and asked again after the others
-            node.links.post(left[-1], say.ResultRequest(round_number=number))
+            candidates = [peer for peer in node.view.ids if peer != node.me]
+            self._wanted[number] = sorted(candidates, key=lambda peer: (peer not in holders, peer != node.view.leader))
+        remaining = self._wanted[number] = [peer for peer in self._wanted[number] if node.view.member(peer) is not None]
+        if remaining:
+            self._moved_at = time.monotonic()  # the member has the usual time to answer
+            # A member that does not answer is asked again after the others.
+            remaining.append(remaining.pop(0))
+            node.links.post(remaining[-1], say.ResultRequest(round_number=number))
             return
         del self._wanted[number]
         if self.pending is not None and self.pending.round_number == number:
@@ -452,6 +477,7 @@ class RoundKeeper:
             self.fail_pending(text, behind=True)
 
     async def _hand_out(self, peer: str, number: int) -> None:
+        """Send a committed result, or the accepted one, to a member that requested it."""
         attempt = self._results.get(number)
         if attempt is None and self.accepted is not None and self.accepted.plan.round_number == number:
             attempt = self._attempts.get(self.accepted.plan.key)
@@ -464,20 +490,21 @@ class RoundKeeper:
             for start, data in attempt.means():
                 await link.send(say.MeanChunk(key=attempt.plan.key, start=start), data)
         except (OSError, TimeoutError):
-            return  # it asks again
+            return  # the peer requests it again
 
     def _on_whole(self, peer: str, result: Accepted) -> None:
+        """Begin to receive a requested result from a member."""
         number = result.plan.round_number
         if number not in self._wanted and not any(
-            one.commit_digest and one.plan.round_number == number for one in self._attempts.values()
+            candidate.commit_digest and candidate.plan.round_number == number for candidate in self._attempts.values()
         ):
             return
-        if wrong := check_plan(result.plan, None, most_values=self._node.settings.limits.values):
-            self._node.tell("refused", f"a result of round {number} was refused: {wrong}")
+        if objection := check_plan(result.plan, None, most_values=self._node.settings.limits.values):
+            self._node.tell("refused", f"a result of round {number} was refused: {objection}")
             return
         attempt = self._attempts.get(result.plan.key)
         if attempt is None:
-            # One of each peer: they are kept until they are whole.
+            # At most one result per peer and round, as incomplete ones are kept until they are complete.
             self._handed = {place: key for place, key in self._handed.items() if key in self._attempts}
             self._attempts.pop(self._handed.get((peer, number), result.plan.key), None)
             self._handed[peer, number] = result.plan.key
@@ -487,7 +514,7 @@ class RoundKeeper:
         self._wake()
 
     def _finish_old(self, attempt: Attempt) -> None:
-        """A result of a round that the group has left behind: it answers the call that waits, and nothing else."""
+        """Answer the waiting call with a complete result of a round that the group has already passed."""
         plan = attempt.plan
         if not attempt.is_whole or plan.round_number >= self._node.view.next_round:
             return
@@ -497,10 +524,10 @@ class RoundKeeper:
             self._wanted.pop(plan.round_number, None)
             self._look_at_pending()
 
-    # ---- small parts ------------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _give_up(self, pending: PendingAverage) -> None:
-        """The call has timed out. What this member holds already it goes on holding: the round may be committed."""
+        """Withdraw a call that has timed out; results held here stay, as their round may still be committed."""
         node, view = self._node, self._node.view
         node.leader.on_timeout(pending.round_number)
         if view.leader != node.me:
@@ -515,18 +542,21 @@ class RoundKeeper:
             self._node.links.post(leader, message)
 
     def _drop_attempts(self) -> None:
-        """All but those that are committed and still to be completed; the bytes of the others were moved too."""
+        """Drop attempts unless they are committed and incomplete; their traffic is added to the waiting call."""
         for attempt in self._attempts.values():
             if not attempt.commit_digest and self.pending is not None:
                 self.pending.bytes_sent += attempt.bytes_sent
                 self.pending.bytes_received += attempt.bytes_received
-        self._attempts = {key: one for key, one in self._attempts.items() if one.commit_digest and not one.is_whole}
+        self._attempts = {
+            key: attempt for key, attempt in self._attempts.items() if attempt.commit_digest and not attempt.is_whole
+        }
 
     def _wake(self) -> None:
         self._moved_at = time.monotonic()
         self._begun.set()
 
     def _success(self, pending: PendingAverage, attempt: Attempt) -> RoundResult:
+        """Return the committed result for the waiting call, or a failure if it cannot be used."""
         plan = attempt.plan
         if plan.weights and plan.values != pending.outgoing.size:
             why = f"the committed result has {plan.values:,} values, this peer's update {pending.outgoing.size:,}"

@@ -1,4 +1,4 @@
-"""Screening before updates are sent: which are left out, what each may weigh, which claims of progress are false."""
+"""Screening of updates by the members' statements: which are left out, their weights, and impossible claims."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from phalanx.peers.facts import PeerProgress
 from phalanx.peers.messages import Ready
 
-# Times the usual weight that one peer may count: peers differ in speed by an order of magnitude.
+# Largest weight of a peer, in usual weights: the speeds of peers differ by an order of magnitude.
 WEIGHT_LIMIT = 10.0
-# Times the median overhead of a round that a peer may have: time on the link and waiting, over its own computing time.
+# Largest overhead of a peer in a round, in median overheads. Overhead is total time, with the link and waiting, over
+# computing time.
 OVERHEAD_LIMIT = 4.0
 
 
@@ -26,7 +27,7 @@ class UsualUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screening:
-    """Reasons for leaving updates out, the weights of the others, and reasons where a weight is below its claim."""
+    """Result of a screening: reasons for dropped updates, weights of the others, and reasons for reduced weights."""
 
     dropped: dict[str, str]
     weights: dict[str, float]
@@ -39,24 +40,24 @@ def screen_ready(
     weight_limits: Mapping[str, float] | None = None,
     usual_update: UsualUpdate | None = None,
 ) -> Screening:
-    """Return what the peers' statements are worth; owners find out later whether the stated norms are true.
+    """Return the members' weights after screening; owners verify later that the stated norms are true.
 
-    `weight_limits` are the most tokens that each peer can have learnt from, where that is known. Weight and norm of an
-    update multiply: together they are limited as each of them is. Of two updates the median does not show which is
-    wrong: one that is far from the other and from `usual_update` is.
+    `weight_limits` are the most tokens that each peer can have learnt from, if that is known. Weight and norm of an
+    update multiply, so their product is limited as each of them is. With two updates the median does not show which
+    one is wrong: it is the one that is far from both the other and `usual_update`.
     """
     dropped: dict[str, str] = {}
     if not ready:
         return Screening(dropped={}, weights={}, capped={})
-    forms = [(one.values, one.codec, one.top_share) for one in ready.values()]
+    forms = [(message.values, message.codec, message.top_share) for message in ready.values()]
     common = max(set(forms), key=lambda form: (forms.count(form), form))
-    for peer, one in ready.items():
-        if (one.values, one.codec, one.top_share) != common:
-            own_form, common_form = f"{one.values:,} values in {one.codec}", f"{common[0]:,} in {common[1]}"
+    for peer, message in ready.items():
+        if (message.values, message.codec, message.top_share) != common:
+            own_form, common_form = f"{message.values:,} values in {message.codec}", f"{common[0]:,} in {common[1]}"
             dropped[peer] = f"its update has {own_form}, the round's has {common_form}"
-        elif one.norm is None and one.weight > 0.0:
+        elif message.norm is None and message.weight > 0.0:
             dropped[peer] = "its update is not finite (NaN or infinity)"
-    weights = {peer: one.weight for peer, one in ready.items() if peer not in dropped}
+    weights = {peer: message.weight for peer, message in ready.items() if peer not in dropped}
     capped: dict[str, str] = {}
     for peer, weight in weights.items() if weight_limits is not None else ():
         assert weight_limits is not None
@@ -91,7 +92,7 @@ def screen_ready(
 
 
 def _references(values: Mapping[str, float], last: float) -> dict[str, float]:
-    """Return what each value is held against: the median, or of two the larger of the other and the last round's."""
+    """Return the reference of each value: the median, or of two values the larger of the other and the last round's."""
     if len(values) != 2:
         return dict.fromkeys(values, statistics.median(values.values())) if values else {}
     first, second = values
@@ -103,13 +104,13 @@ def _references(values: Mapping[str, float], last: float) -> dict[str, float]:
 def limit_paces(
     stated: Mapping[str, float], weights: Mapping[str, float], elapsed_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the paces that the next samples are dealt by, none far above what the leader of the round has seen.
+    """Return the paces by which the next samples are dealt, limited by what the leader has measured in the round.
 
-    What it sees of a peer is a weight, in seconds that also pass on the link; how many times faster peers say they
-    compute is much alike among them.
+    The leader knows a peer's weight and the seconds that it took, which include time on the link. The ratio of stated
+    to measured pace is similar among peers, so a far larger ratio is reduced.
 
-    >>> told, tokens, seconds = {"a": 10.0, "b": 10.0, "c": 400.0}, dict.fromkeys("abc", 8.0), dict.fromkeys("abc", 1.0)
-    >>> limit_paces(told, tokens, seconds)
+    >>> paces, tokens, times = {"a": 10.0, "b": 10.0, "c": 400.0}, dict.fromkeys("abc", 8.0), dict.fromkeys("abc", 1.0)
+    >>> limit_paces(paces, tokens, times)
     {'a': 10.0, 'b': 10.0, 'c': 40.0}
     """
     overheads = {
@@ -125,15 +126,15 @@ def limit_paces(
 
 @dataclass(slots=True)
 class ProgressCheck:
-    """What one peer has claimed so far; a claim that cannot be is named, once until it changes its kind."""
+    """Check of one peer's claims of progress; an impossible claim is reported once, until its kind changes."""
 
-    samples_per_s: float | None  # more than this no peer of the run can do
+    samples_per_s: float | None  # a rate that no peer of the run can exceed; None: not checked
     last: PeerProgress = field(default_factory=PeerProgress)
     at_s: float | None = None
-    named: str = ""  # the kind of the last claim that could not be
+    named: str = ""  # kind of the last impossible claim; "" if the last claim was possible
 
     def doubt(self, claim: PeerProgress, now_s: float) -> str:
-        """Why a new claim cannot be true, or nothing."""
+        """Return the reason why a new claim cannot be true, or ""."""
         before, at_s = self.last, self.at_s
         self.last, self.at_s = claim, now_s
         kind, reason = "", ""
@@ -142,7 +143,7 @@ class ProgressCheck:
         elif claim.step < before.step:
             kind, reason = "backwards", f"it went back from step {before.step} to {claim.step}"
         elif at_s is not None and self.samples_per_s is not None:
-            # Heartbeats come in bursts after a stall: one second of slack.
+            # Heartbeats arrive in bursts after a stall: one second of slack.
             most = self.samples_per_s * (now_s - at_s + 1.0)
             if claim.samples - before.samples > most:
                 kind = "too fast"

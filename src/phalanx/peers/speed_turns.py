@@ -1,4 +1,4 @@
-"""Whose link is measured before a round begins: one member at a time, while nobody sends values."""
+"""The leader's schedule of link measurements: before a round begins, one member at a time measures its link."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from phalanx.peers.messages import Ready, RoundPlan
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
-LEAST_VALUES = 2**16  # of a vector whose shares are worth measuring for: 256 KiB in fp32, 0.2 s at 10 Mbit/s
-LATE_FACTOR, LATE_S = 2.0, 1.0  # a round that takes so much longer than its shares say: a link has changed
-AGAIN_S, MOST_AGAIN_S = 60.0, 3600.0  # between two measurements of everybody; twice as long after each
+# Shares of a shorter vector are not worth a measurement: 256 KiB in fp32, 0.2 s at 10 Mbit/s.
+LEAST_VALUES = 2**16
+# A round that takes more than LATE_FACTOR times its predicted time plus LATE_S: a link has probably changed.
+LATE_FACTOR, LATE_S = 2.0, 1.0
+# Shortest time between two measurements of all members, first and at most; it doubles with each repetition.
+AGAIN_S, MOST_AGAIN_S = 60.0, 3600.0
 
 
 class SpeedTurns:
-    """What the leader knows of who was measured."""
+    """The leader's record of measured members, and of the member whose turn it is to measure."""
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
         self.measured: set[str] = set()  # members whose speed was measured, not stated
-        self._had: set[str] = set()  # instances that have had their turn
-        self._turn = ""  # whose it is
+        self._had: set[str] = set()  # instances (processes of members) that have had their turn
+        self._turn = ""  # id of the member that measures now
         self._ends = 0.0
         self._again_at = 0.0
         self._again_s = AGAIN_S
 
     def wait_s(self, ready: Mapping[str, Ready], now: float) -> float:
-        """Seconds that a round waits for a turn, given who is ready for it; 0 where nobody is to be measured.
+        """Return the seconds that a round waits for a measurement, 0 if none is needed; may start a member's turn.
 
-        Two peers move the whole vector both ways, whatever their shares are, and of a gathered codec shares are equal.
+        `ready` holds the members that are ready for the round; only they are measured. Nothing is measured where
+        shares do not depend on speed: with two members, who both move the whole vector each way, and with a gathered
+        codec, whose shares are equal.
         """
         view = self._node.view
-        values = max(0 if one.codec in GATHERED_CODECS else one.values for one in ready.values())
+        values = max(0 if message.codec in GATHERED_CODECS else message.values for message in ready.values())
         if len(view.members) < 3 or values < LEAST_VALUES:
             return 0.0
         if self._turn and now < self._ends:
             return self._ends - now
         self._turn = ""
         for member in view.members:
+            # A bandwidth that was not measured is one that the member's owner stated.
             is_known = member.bandwidth is not None and member.id not in self.measured
             if is_known or member.instance in self._had or member.id not in ready:
                 continue
@@ -59,19 +65,23 @@ class SpeedTurns:
         return 0.0
 
     def on_view(self) -> None:
-        """Whoever had the turn may be gone."""
+        """End the current turn: its member may have left the view."""
         self._turn = ""
 
     def on_measured(self, peer: str) -> None:
-        """Its turn is over."""
+        """Record that a member's link was measured, and end its turn."""
         self.measured.add(peer)
         if peer == self._turn:
             self._turn = ""
 
     def on_committed(self, plan: RoundPlan, seconds: float) -> None:
-        """A round took so long: where the measured speeds say much less, everybody is measured again."""
+        """Schedule new measurements of all members if a round took much longer than the known speeds predict."""
         members = [self._node.view.member(peer) for peer in plan.weights]
-        speeds = [one.bandwidth.slower_mbps * MBIT for one in members if one is not None and one.bandwidth is not None]
+        speeds = [
+            member.bandwidth.slower_mbps * MBIT
+            for member in members
+            if member is not None and member.bandwidth is not None
+        ]
         now = time.monotonic()
         if plan.values < LEAST_VALUES or len(speeds) != len(plan.weights) or len(speeds) < 3 or now < self._again_at:
             return

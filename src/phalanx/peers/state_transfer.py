@@ -1,4 +1,4 @@
-"""The state for a newcomer: a list of tensors with digests, then their bytes; from the nearest peer that has it."""
+"""Transfer of the training state to a newcomer: a list of tensors with digests, then their bytes."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 2**20
-STALL_S = 30.0  # without a block, after which another peer is asked
-# A name is a key, never a path: no root, no way up, nothing that a shell or a terminal reads otherwise.
+STALL_S = 30.0  # time without a block after which another peer is asked
+# Names become keys, never paths: no absolute or parent path, no character with a meaning in shells or terminals.
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,299}")
 
 
 class BadState(Exception):
-    """A peer's state is not what it said, or cannot be."""
+    """A peer's state differs from its announcement, or is impossible."""
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a name can be a tensor's.
+    """Return True for a valid name of a tensor.
 
     >>> [is_tensor_name(one) for one in ("layers.0/w", "../x", "/etc/passwd", "a//b", "")]
     [True, False, False, False, False]
     """
-    parts = name.split("/")
-    return bool(TENSOR_NAME.fullmatch(name)) and all(part not in ("", ".", "..") for part in parts)
+    pieces = name.split("/")
+    return bool(TENSOR_NAME.fullmatch(name)) and all(piece not in ("", ".", "..") for piece in pieces)
 
 
 async def serve_state_to(
     connection: PeerConnection, provider: Callable[[], PeerState | None] | None, served: Callable[[str, int], None]
 ) -> None:
-    """Answer one newcomer."""
+    """Send the state to one newcomer; `served` is called with its id and the bytes sent."""
     request, _ = await asyncio.wait_for(connection.receive(), STALL_S)
     if not isinstance(request, StateRequest):
         raise ValueError("no request for the state")
@@ -67,9 +67,9 @@ async def serve_state_to(
 
 
 def describe_state(state: PeerState) -> list[TensorFacts]:
-    """Names, sizes and digests; raises ValueError for a name that no newcomer would take."""
-    if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
-        raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
+    """Return names, sizes and digests of a state's tensors; raises ValueError for an invalid name."""
+    if invalid := [name for name in state.tensors if not is_tensor_name(name)]:
+        raise ValueError(f"{invalid[0]!r} is not a name for a tensor")
     return [
         TensorFacts(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
         for name, data in sorted(state.tensors.items())
@@ -77,16 +77,19 @@ def describe_state(state: PeerState) -> list[TensorFacts]:
 
 
 def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | None) -> int:
-    """Bytes of a state that is offered; raises BadState unless it is what `most_bytes` allows, where that is known."""
+    """Return the size in bytes of an offered state; raises BadState unless it fits `most_bytes`, sizes by name.
+
+    With `most_bytes` None, only names and the total size are checked.
+    """
     names, total = {fact.name for fact in facts}, sum(fact.size for fact in facts)
     if len(names) != len(facts) or total > MOST_STATE_BYTES:
         raise BadState("its list of tensors is impossible")
-    if wrong := sorted(name for name in names if not is_tensor_name(name)):
-        raise BadState(f"{wrong[0]!r} is not a name for a tensor")
+    if invalid := sorted(name for name in names if not is_tensor_name(name)):
+        raise BadState(f"{invalid[0]!r} is not a name for a tensor")
     if most_bytes is None:
         return total
-    if other := sorted(names ^ set(most_bytes)):
-        raise BadState(f"its tensors are not those of this job ({other[0]} is in one of them alone)")
+    if differing := sorted(names ^ set(most_bytes)):
+        raise BadState(f"its tensors are not those of this job ({differing[0]} is in one of them alone)")
     for fact in facts:
         if fact.size > most_bytes[fact.name]:
             raise BadState(f"{fact.name} has {fact.size:,} bytes, in this job at most {most_bytes[fact.name]:,}")
@@ -94,17 +97,23 @@ def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | 
 
 
 async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -> int:
-    """The newest state of the nearest peer; the next is asked where one fails."""
+    """Fetch the newest state from the nearest peer, and from the next one where a peer fails; return its round number.
+
+    Raises SystemFailure after three passes over all members.
+    """
     tried: dict[str, str] = {}
     for _ in range(3):
-        members = [one for one in node.view.members if one.id != node.me and not one.client_only]
-        nearest = sorted(members, key=lambda one: (one.id in node.syncing, node.latency_s.get(one.id, 1e9), one.id))
+        members = [member for member in node.view.members if member.id != node.me and not member.client_only]
+        nearest = sorted(
+            members, key=lambda member: (member.id in node.syncing, node.latency_s.get(member.id, 1e9), member.id)
+        )
         for member in nearest:
             try:
                 address = node.links.address_of(member)
                 connection = await node.transport.dial(address, "state", peer=member.id)
                 try:
-                    # Rounds may be committed meanwhile; older than the last ones that members keep is of no use.
+                    # Rounds may be committed during the transfer. Members keep the results of the last rounds only
+                    # (`rounds.KEPT_ROUNDS`), so an older state is useless.
                     number, size = await _receive_state(
                         connection,
                         into,
@@ -119,8 +128,10 @@ async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -
             node.tell("state-fetched", f"{size:,} bytes of state", peer=member.id, bytes=float(size))
             return number
         await asyncio.sleep(node.settings.heartbeat_s)
-    what = "; ".join(f"{name}: {why}" for name, why in tried.items()) or "there is no other peer that can be reached"
-    raise SystemFailure(Problem(where="fetch_state", what=f"no peer could give the state ({what})"))
+    failures = (
+        "; ".join(f"{name}: {why}" for name, why in tried.items()) or "there is no other peer that can be reached"
+    )
+    raise SystemFailure(Problem(where="fetch_state", what=f"no peer could give the state ({failures})"))
 
 
 async def _receive_state(
@@ -130,8 +141,13 @@ async def _receive_state(
     least_round: int,
     most_bytes: Mapping[str, int] | None,
 ) -> tuple[int, int]:
+    """Receive a state on a new connection, and pass each verified tensor to `into`; return round number and bytes.
+
+    Raises BadState for a state older than `least_round` or other than announced.
+    """
     await connection.send(StateRequest())
-    answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
+    # Four times the usual time: the peer computes the digests of its whole state first.
+    answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)
     if isinstance(answer, ResultForgotten):
         raise BadState("it has no state to give")
     if not isinstance(answer, Manifest):
@@ -145,11 +161,11 @@ async def _receive_state(
     for fact in facts:
         data = bytearray()
         while len(data) < fact.size:
-            block, more = await asyncio.wait_for(connection.receive(), STALL_S)
-            # Whole blocks: else one byte in half a minute would be progress.
-            if not isinstance(block, StateBlock) or len(more) != min(BLOCK_BYTES, fact.size - len(data)):
+            block, block_bytes = await asyncio.wait_for(connection.receive(), STALL_S)
+            # Full blocks only; otherwise one byte in half a minute would count as progress.
+            if not isinstance(block, StateBlock) or len(block_bytes) != min(BLOCK_BYTES, fact.size - len(data)):
                 raise BadState("it sent other bytes than it announced")
-            data += more
+            data += block_bytes
         if hashlib.sha256(data).hexdigest() != fact.sha256:
             raise BadState(f"tensor {fact.name} does not have the SHA-256 that was announced")
         await asyncio.to_thread(into, fact.name, bytes(data))

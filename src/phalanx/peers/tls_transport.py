@@ -1,4 +1,4 @@
-"""Mutual TLS 1.3 between peers whose certificates are on the run's allowlist, and what is said before anything else."""
+"""Mutual TLS 1.3 between peers whose certificates are on the run's allowlist, and the hello that opens a connection."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from phalanx.peers.frames import MOST_HELLO_BYTES, READ_BYTES, PeerConnection
 from phalanx.peers.identity import ID_DIGITS, PeerIdentity
 from phalanx.peers.messages import PROTOCOL, Hello, PeerRefusal, Welcome
 
-HANDSHAKE_S = 10.0  # for all that comes before a welcome
-MOST_CONNECTIONS = 1024  # of those who have proved that they are of the run
+HANDSHAKE_S = 10.0  # for everything up to the welcome
+MOST_CONNECTIONS = 1024  # authenticated ones
 PURPOSES = ("join", "control", "data", "state")
 FACT_NAMES = {
     "run_id": "run",
@@ -42,11 +42,11 @@ FACT_FIXES = {
 
 
 class NoWelcomeError(ConnectionResetError):
-    """What answers has a key that we trust, and ended the connection: it does not trust ours, or just died."""
+    """A peer with a trusted key ended the connection before its welcome: it does not trust this key, or just died."""
 
 
 class PeerTransport:
-    """This peer's end of all connections: one listener, and a way to dial."""
+    """A peer's end of all connections: one listener, and `dial` for outgoing ones."""
 
     def __init__(self, identity: PeerIdentity, run: RunFacts, allowed: AllowList, instance: str) -> None:
         self.identity, self.run, self.allowed, self.instance = identity, run, allowed, instance
@@ -58,11 +58,11 @@ class PeerTransport:
         self._trust()
 
     def set_allowed(self, allowed: AllowList) -> None:
-        """Connections of those who were revoked end here."""
+        """Take over a newer allowlist, and close the connections of revoked peers."""
         self.allowed, self.fingerprints = allowed, allowed.fingerprints()
         self._trust()
-        gone = {one[:ID_DIGITS] for one in allowed.revoked}
-        for connection in [one for one in self._open if one.peer in gone]:
+        revoked_ids = {fingerprint[:ID_DIGITS] for fingerprint in allowed.revoked}
+        for connection in [connection for connection in self._open if connection.peer in revoked_ids]:
             connection.abort()
 
     async def listen(
@@ -71,7 +71,10 @@ class PeerTransport:
         accepted: Callable[[PeerConnection, Hello], Awaitable[None]],
         refused: Callable[[str], None],
     ) -> Address:
-        """Take connections; returns where. `accepted` runs for each that has proved itself, until it returns."""
+        """Listen, and return the actual address; `accepted` runs for each authenticated connection until it returns.
+
+        `refused` is called with the reason when a connection completes TLS but is not admitted.
+        """
 
         async def serve(sock: socket.socket, admit: Admit) -> None:
             writer = connection = None
@@ -85,7 +88,8 @@ class PeerTransport:
                 self._open.add(connection)
                 await accepted(connection, hello)
             except (OSError, ValueError, TimeoutError) as error:
-                if connection is None and writer is not None:  # strangers who break a handshake are no news
+                # Handshakes that break before TLS is complete are common on an open port, and not reported.
+                if connection is None and writer is not None:
                     refused(printable(error))
             finally:
                 if connection is not None:
@@ -93,7 +97,7 @@ class PeerTransport:
                 if writer is not None:
                     writer.transport.abort()
 
-        # TLS and the allowlist guard it, so an address that others reach is no mistake.
+        # guarded: TLS and the allowlist protect the socket, so it may listen on a public address.
         where = ListenAddress(host=address[0], port=address[1])
         sock = open_socket(where, guarded=True, where="peers listen")
         self._door = Doorway(sock, serve)
@@ -103,10 +107,10 @@ class PeerTransport:
     async def dial(
         self, address: Address, purpose: str, *, peer: str = "", timeout_s: float = HANDSHAKE_S
     ) -> PeerConnection:
-        """A connection to a peer, of which `peer` is the id where it is known.
+        """Connect to a peer, which must have the id `peer` if that is given.
 
-        Raises UserError where what answers there is not one of this run's peers, or refuses us; OSError or TimeoutError
-        where nobody answers.
+        Raises UserError if another program answers, or a peer of another run, or the peer refuses this one; OSError or
+        TimeoutError if no connection comes about.
         """
         where = f"peer at {printable(address[0])}:{address[1]}"
         async with asyncio.timeout(timeout_s):
@@ -115,11 +119,13 @@ class PeerTransport:
                     *address, limit=READ_BYTES, ssl=self._client_context, server_hostname="", ssl_shutdown_timeout=1.0
                 )
             except ssl.SSLCertVerificationError as error:
-                what = "answers with a key that is not on the run's allowlist"
-                raise mistake(where, what, fix="check the address, or ask the run's owner for the new list") from error
+                problem = "answers with a key that is not on the run's allowlist"
+                raise mistake(
+                    where, problem, fix="check the address, or ask the run's owner for the new list"
+                ) from error
             except ssl.SSLError as error:
-                what = f"answers, but not as a peer of Phalanx ({printable(error.reason or error).lower()})"
-                raise mistake(where, what, fix="check the host and the port") from error
+                problem = f"answers, but not as a peer of Phalanx ({printable(error.reason or error).lower()})"
+                raise mistake(where, problem, fix="check the host and the port") from error
             try:
                 return await self._introduce(reader, writer, where, purpose, peer)
             except BaseException:
@@ -132,11 +138,13 @@ class PeerTransport:
             await self._door.close()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)  # aborted transports are freed by the loop's next round
+        # Aborted transports are freed in the next iteration of the event loop.
+        await asyncio.sleep(0)
 
     async def _introduce(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
     ) -> PeerConnection:
+        """Exchange hello and welcome on a dialled connection; raises UserError if the peer is another or refuses."""
         connection = PeerConnection(reader, writer, peer=self._identify(writer))
         if peer and connection.peer != peer:
             raise mistake(
@@ -147,8 +155,8 @@ class PeerTransport:
             await connection.send(hello)
             answer, _ = await connection.receive(MOST_HELLO_BYTES)
         except ConnectionError as error:
-            # TLS 1.3: the other side looks at our certificate only after our side of the handshake is over, and may end
-            # the connection without a word.
+            # TLS 1.3: the other side checks this certificate only after this side's handshake is complete, and may
+            # then end the connection without an answer.
             raise NoWelcomeError(str(error)) from error
         if isinstance(answer, PeerRefusal):
             raise mistake(where, printable(answer.what), fix=printable(answer.fix))
@@ -158,6 +166,7 @@ class PeerTransport:
         return connection
 
     async def _shake_hands(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Do the server's side of the TLS handshake on an accepted socket."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=READ_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -171,6 +180,7 @@ class PeerTransport:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[PeerConnection, Hello]:
+        """Answer the hello of an accepted connection; raises ValueError if it is refused."""
         connection = PeerConnection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])
         hello, _ = await connection.receive(MOST_HELLO_BYTES)
         if not isinstance(hello, Hello) or hello.purpose not in PURPOSES:
@@ -185,6 +195,7 @@ class PeerTransport:
         return connection, hello
 
     def _refusal(self, fingerprint: str, hello: Hello) -> PeerRefusal | None:
+        """Return the refusal of a hello, or None if key, protocol version and run facts are right."""
         if fingerprint in self.allowed.revoked:
             return PeerRefusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
         if fingerprint not in self.fingerprints:
@@ -192,13 +203,15 @@ class PeerTransport:
                 what="this key is not on the run's allowlist", fix="ask the run's owner for an invitation"
             )
         if hello.protocol != PROTOCOL:
-            what = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
-            return PeerRefusal(what=what, fix="install the same version of Phalanx on both")
+            problem = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
+            return PeerRefusal(what=problem, fix="install the same version of Phalanx on both")
         for field, name in FACT_NAMES.items():
-            theirs, ours = getattr(hello.run, field), getattr(self.run, field)
-            if theirs != ours:
-                what = f"has another {name}: {printable(ours, most=40)} there, {printable(theirs, most=40)} here"
-                return PeerRefusal(what=what, fix=FACT_FIXES.get(field, f"start both with the same {name}"))
+            their_fact, own_fact = getattr(hello.run, field), getattr(self.run, field)
+            if their_fact != own_fact:
+                problem = (
+                    f"has another {name}: {printable(own_fact, most=40)} there, {printable(their_fact, most=40)} here"
+                )
+                return PeerRefusal(what=problem, fix=FACT_FIXES.get(field, f"start both with the same {name}"))
         return None
 
     def _identify(self, writer: asyncio.StreamWriter) -> str:
@@ -210,29 +223,33 @@ class PeerTransport:
     def _trust(self) -> None:
         pems = "\n".join(self.allowed.certificates)
         for context in (self._server_context, self._client_context):
-            context.load_verify_locations(cadata=pems)  # adds; who was revoked is refused after the handshake
+            # Certificates can only be added to a context; revoked ones are refused after the handshake.
+            context.load_verify_locations(cadata=pems)
 
 
 def fingerprint_seen(writer: asyncio.StreamWriter) -> str:
-    """Of the certificate that the other side has shown and proved to own."""
-    found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    if not found:
+    """Return the fingerprint of the certificate that the other side has presented and proved to own."""
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    if not certificate:
         raise ValueError("no certificate")
-    return hashlib.sha256(found).hexdigest()
+    return hashlib.sha256(certificate).hexdigest()
 
 
 def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that presents the identity's certificate and requires one of the other side."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate is pinned; addresses of volunteers change
+    # The certificate is pinned, and addresses of volunteers change.
+    context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    # A listed certificate is trusted by itself, without an authority above it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.verify_flags &= (
-        ~ssl.VERIFY_X509_STRICT
-    )  # Python 3.13 asks an authority's extensions of a pinned certificate
+    # Strict verification, the default since Python 3.13, requires extensions of an authority in a pinned certificate.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # a resumed session would not look at the certificate again
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:  # 0700; the ssl module reads keys from files only
+        context.num_tickets = 0  # a resumed session would not check the certificate again
+    # A folder of mode 0700, because the ssl module reads keys from files only.
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         path = Path(folder) / "identity.pem"
         path.touch(mode=0o600)
         path.write_text(identity.key_pem + identity.certificate_pem, encoding="ascii")
@@ -241,21 +258,21 @@ def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
 
 
 def unreachable(addresses: list[Address], why: dict[Address, str]) -> SystemFailure:
-    """Nobody answered at any of the addresses."""
+    """Return the error for a group of which no address answered; `why` holds the reason by address."""
     tried = "; ".join(f"{printable(host)}:{port}: {why.get((host, port), 'no answer')}" for host, port in addresses[:8])
     fix = "check that a peer of the run is up there, and that no firewall is between"
     return SystemFailure(Problem(where="join", what=f"no peer of the run could be reached ({tried})", fix=fix))
 
 
 def unknown_key(address: Address, name: str) -> UserError:
-    """A peer has ended the connection after it saw our key, again and again."""
+    """Return the error for a peer that repeatedly closed the connection after it saw this peer's key."""
     where = f"peer at {printable(address[0])}:{address[1]}"
-    what = f"does not know the key of {name}: it is not on the allowlist there, or was revoked"
-    return mistake(where, what, fix="ask the run's owner for an invitation")
+    problem = f"does not know the key of {name}: it is not on the allowlist there, or was revoked"
+    return mistake(where, problem, fix="ask the run's owner for an invitation")
 
 
 def first_refusal(errors: list[BaseException]) -> UserError | None:
-    """What a person must know of several failed attempts: a refusal says more than silence."""
+    """Return the first refusal among the errors of several attempts, or None; it explains more than a timeout does."""
     with contextlib.suppress(StopIteration):
         return next(error for error in errors if isinstance(error, UserError))
     return None

@@ -1,15 +1,15 @@
-"""How members agree on the next view, as bookkeeping without sockets or clocks.
+"""Agreement on the next view by Paxos: state and decisions only, without sockets or clocks.
 
-The successor of each view is decided once, by Paxos among that view's members: a candidate collects promises of a
-majority, takes over what any of them has agreed to before, proposes, and needs a majority to agree. A round is
-committed once a majority of the view holds its whole result; whoever has promised holds nothing new in the old view.
-Two majorities share a member, so the next view knows of every round that was committed, and two halves of a broken
-network never both go on.
+The successor of each view is decided once, by Paxos among that view's members: a candidate collects the promises of a
+majority, takes over any proposal that one of them has agreed to before, proposes, and needs a majority to agree. A
+round is committed once a majority of the view holds its complete result; a member that has promised accepts no new
+result in the old view. Two majorities share a member, so the next view knows of every round that was committed, and
+two halves of a broken network never both continue.
 
-Of a view of two, the peer with the lower id is a majority by itself: it may commit a round that the other has not, and
-leave. The other is no majority, so that its next view needs the promise of the first, which names the committed round.
-Where the first is gone without a promise, the other is stuck and commits nothing, unless the first was revoked or a
-person lets the other go on alone: then what the first has committed is no part of the run any more.
+In a view of two, the peer with the lower id is a majority by itself: it may commit a round that the other has not, and
+leave. The other is not a majority, so its next view needs the promise of the first, which names the committed round. If
+the first is gone without a promise, the other is stuck and commits nothing, unless the first was revoked or an
+operator lets the other continue alone: then the commits of the first are no longer part of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.peers.messages import Accepted, Agreed, Ballot, Nack, NextView, Pre
 
 
 def is_majority(view: Collection[str], present: Collection[str]) -> bool:
-    """Whether those present may decide for a view: more than half, or exactly half with the lowest id.
+    """Return True if the members present may decide for a view: more than half, or exactly half with the lowest id.
 
     >>> is_majority("abcd", "ab"), is_majority("abcd", "cd"), is_majority("abcd", "bcd"), is_majority("abc", "a")
     (True, False, True, False)
@@ -34,10 +34,11 @@ def is_majority(view: Collection[str], present: Collection[str]) -> bool:
 
 
 def may_decide(view: Collection[str], present: Collection[str], revoked: Collection[str]) -> bool:
-    """Whether those present may decide for a view of which some were revoked, whose votes count nowhere.
+    """Return True if the members present may decide for a view of which some were revoked; their votes never count.
 
-    They do where they are a majority of the whole view, or everybody who was not revoked. A majority of those who were
-    not revoked would be too few: somebody who has not heard of the revocation yet may be a majority with the revoked.
+    The present members decide if they are a majority of the whole view, or all members that were not revoked. A
+    majority of those not revoked would be too few: a member that has not learnt of the revocation yet may form a
+    majority with the revoked.
 
     >>> may_decide("ab", "b", "a"), may_decide("abc", "ab", "c"), may_decide("abc", "a", "c")
     (True, True, False)
@@ -48,7 +49,7 @@ def may_decide(view: Collection[str], present: Collection[str], revoked: Collect
 
 
 class Acceptor:
-    """What one member has promised and agreed to, of the successor of its view; a new one for every view."""
+    """One member's promise and agreement on the successor of its view; every view has a new one."""
 
     def __init__(self, view: MemberView) -> None:
         self.view = view
@@ -58,11 +59,11 @@ class Acceptor:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether a next view is under way: this member takes no more results in the old one."""
+        """True once a next view is under way: this member then accepts no more results in the old one."""
         return self.promised is not None
 
     def prepare(self, message: Prepare, *, committed: int, accepted: Accepted | None) -> Promise | Nack:
-        """Promise a candidate to listen to no lower ballot, and say what this member knows."""
+        """Promise a candidate to accept no lower ballot, and state what this member has committed and accepted."""
         ballot = message.ballot
         if self.promised is not None and ballot < self.promised:
             return Nack(view_number=self.view.number, ballot=ballot, promised=self.promised)
@@ -88,26 +89,27 @@ class Acceptor:
 def choose_proposal(
     view: MemberView, promises: Mapping[str, Promise], *, joining: Iterable[Member], leaving: Collection[str]
 ) -> NextView:
-    """What a candidate must propose after a majority has promised.
+    """Return the view that a candidate must propose after a majority has promised.
 
-    What somebody has agreed to already goes first. Otherwise: those who answered and do not leave, and the newcomers;
-    the newest attempt that anybody holds whole is committed with the view, as it may have been already.
+    A proposal that a member has already agreed to comes first. Otherwise the view consists of the members that have
+    promised and do not leave, and the newcomers; the newest attempt whose complete result a member holds is committed
+    with it, because it may have been committed already.
     """
     agreed = [
-        (one.proposal_ballot, one.proposal)
-        for one in promises.values()
-        if one.proposal_ballot is not None and one.proposal is not None
+        (promise.proposal_ballot, promise.proposal)
+        for promise in promises.values()
+        if promise.proposal_ballot is not None and promise.proposal is not None
     ]
     if agreed:
-        return max(agreed, key=lambda one: one[0])[1]
-    committed = max([view.next_round - 1, *(one.committed for one in promises.values())])
-    held = [
-        (peer, one.accepted)
-        for peer, one in promises.items()
-        if one.accepted is not None and one.accepted.plan.round_number == committed + 1
+        return max(agreed, key=lambda pair: pair[0])[1]
+    committed = max([view.next_round - 1, *(promise.committed for promise in promises.values())])
+    results = [
+        (peer, promise.accepted)
+        for peer, promise in promises.items()
+        if promise.accepted is not None and promise.accepted.plan.round_number == committed + 1
     ]
-    outcome = max((one for _, one in held), key=lambda one: one.plan.key, default=None)
-    holders = sorted(peer for peer, one in held if one == outcome)
+    outcome = max((accepted for _, accepted in results), key=lambda accepted: accepted.plan.key, default=None)
+    holders = sorted(peer for peer, accepted in results if accepted == outcome)
     members = {member.id: member for member in view.members if member.id in promises and member.id not in leaving}
     members |= {member.id: member for member in joining if member.id not in leaving}
     next_round = committed + 1 if outcome is None else committed + 2
@@ -117,18 +119,18 @@ def choose_proposal(
 
 
 def worst_complaints(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Whom to leave out so that no two remain who cannot reach each other; most complaints first, then the highest id.
+    """Return peers to leave out so that all that remain reach each other; most complaints first, then the highest id.
 
     >>> worst_complaints([("a", "c"), ("b", "c")]), worst_complaints([("a", "b")]), worst_complaints([])
     (['c'], ['b'], [])
     """
-    left, out = {frozenset(pair) for pair in pairs if pair[0] != pair[1]}, []
-    while left:
+    remaining, worst_peers = {frozenset(pair) for pair in pairs if pair[0] != pair[1]}, []
+    while remaining:
         count: dict[str, int] = {}
-        for pair in left:
+        for pair in remaining:
             for peer in pair:
                 count[peer] = count.get(peer, 0) + 1
         worst = max(count, key=lambda peer: (count[peer], peer))
-        out.append(worst)
-        left = {pair for pair in left if worst not in pair}
-    return out
+        worst_peers.append(worst)
+        remaining = {pair for pair in remaining if worst not in pair}
+    return worst_peers

@@ -1,4 +1,4 @@
-"""Evaluation on held-out documents, the same sequences every time, in bits per byte; and texts the model writes."""
+"""Evaluation on held-out documents, the same sequences every time, in bits per byte; and texts written by the model."""
 
 from __future__ import annotations
 
@@ -34,17 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One evaluation."""
+    """Result of one evaluation."""
 
     loss: float  # nats per token
     bits_per_byte: float
     tokens: int
     seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the user's own, per valid token
+    # The user's metrics, per valid token.
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class HeldoutScorer:
-    """Held-out sequences, spread evenly over the split and shared out over the data ranks."""
+    """Scores a model on held-out sequences, which are spread evenly over the split and divided among the data ranks.
+
+    With `seed` the sequences are drawn at random instead.
+    """
 
     def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int, seed: int | None = None) -> None:
         self._engine = engine
@@ -52,14 +56,14 @@ class HeldoutScorer:
         if self._dataset is None:
             return
         length = engine.settings.sequence
-        there = self._dataset.num_samples(length)
-        if there == 0:  # less held out than one sequence
+        available = self._dataset.num_samples(length)
+        if available == 0:  # the held-out text is shorter than one sequence
             self._dataset = None
             return
-        # The same sequences under every layout; rows of ignored targets fill the last micro-batches up.
-        chosen = np.linspace(0, there - 1, min(sequences, there)).astype(np.int64)
-        if seed is not None:  # another set than the evaluation's
-            drawn = np.random.default_rng(seed).choice(there, size=min(sequences, there), replace=False)
+        # The same sequences under every layout; rows of ignored targets fill up the last micro-batches.
+        chosen = np.linspace(0, available - 1, min(sequences, available)).astype(np.int64)
+        if seed is not None:  # a set that differs from the evaluation's
+            drawn = np.random.default_rng(seed).choice(available, size=min(sequences, available), replace=False)
             chosen = np.sort(drawn).astype(np.int64)
         unit = engine.dims.data * engine.settings.layout.micro_batch
         rows = torch.from_numpy(np.ascontiguousarray(self._dataset.samples(chosen, length)))
@@ -68,50 +72,52 @@ class HeldoutScorer:
         self._tokens, self._targets = tokens.chunk(ranks)[place], targets.chunk(ranks)[place]
 
     def score(self, metrics: Mapping[str, TokenSum]) -> Score | None:
-        """Evaluate now; None where nothing is held out. Every rank must call this together."""
+        """Evaluate now; None if nothing is held out. Every rank must call this together."""
         if self._dataset is None:
             return None
         began_s = time.perf_counter()
         sums = self._engine.evaluate_sums(self._tokens, self._targets, list(metrics.values()))
-        loss_sum, tokens, *others = sums
+        loss_sum, tokens, *metric_sums = sums
         loss = loss_sum / max(tokens, 1)
         return Score(
             loss=loss,
             bits_per_byte=loss / math.log(2) / self._dataset.bytes_per_token,
             tokens=int(tokens),
             seconds=time.perf_counter() - began_s,
-            metrics={name: one / max(tokens, 1) for name, one in zip(metrics, others, strict=True)},
+            metrics={name: metric_sum / max(tokens, 1) for name, metric_sum in zip(metrics, metric_sums, strict=True)},
         )
 
     def sequence_losses(self) -> npt.NDArray[np.float64]:
-        """Nats per token of each sequence; empty where nothing is held out. Only for a model on one rank."""
-        found: list[torch.Tensor] = []
+        """Return the nats per token of each sequence; empty if nothing is held out. Only for a model on one rank."""
+        batches: list[torch.Tensor] = []
 
         def keep_losses(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
             wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
             losses = F.cross_entropy(wide, targets_BS.flatten(), reduction="none", ignore_index=IGNORED)
             is_valid_BS = targets_BS != IGNORED
             rows = losses.view(targets_BS.shape).double().sum(1)[is_valid_BS.any(1)]
-            found.append(rows / is_valid_BS.sum(1)[is_valid_BS.any(1)])
+            batches.append(rows / is_valid_BS.sum(1)[is_valid_BS.any(1)])
             return rows.sum()
 
         if self._dataset is None:
             return np.empty(0)
         self._engine.evaluate_sums(self._tokens, self._targets, [keep_losses])
-        losses: npt.NDArray[np.float64] = torch.cat(found).cpu().numpy()
+        losses: npt.NDArray[np.float64] = torch.cat(batches).cpu().numpy()
         return losses
 
 
 def _filled_rows(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
-    """Rows of `value` behind, up to a multiple of `unit`."""
+    """Append rows of `value` up to a multiple of `unit`."""
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % unit), value=value)
 
 
 def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None:
+    """Open the held-out split; None if the dataset has none."""
     try:
         return TokenDataset.open(list(folders), "heldout", vocab=vocab)
     except UserError:
-        return None  # built with nothing held out: training needs no such thing
+        # The dataset was built without held-out documents, which training does not need.
+        return None
 
 
 class Evaluator(Callback):
@@ -126,12 +132,12 @@ class Evaluator(Callback):
         self._keeps_losses = training.control.peers is not None and training.control.peers.is_drilled
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Where it is due; the end of the run has its own."""
+        """Score the model if it is due; the last step is scored at the end of the run."""
         if self._every and training.step % self._every == 0 and training.step < training.batch_plan.steps:
             self.evaluate(training)
 
     def evaluate(self, training: TrainingContext) -> None:
-        """Score the model now, and tell. Every rank must call this together."""
+        """Score the model now, and record the score. Every rank must call this together."""
         training.pause()
         score = self._scorer.score(self._metrics)
         by_sequence = {}
@@ -153,32 +159,32 @@ class Evaluator(Callback):
         training.callbacks.call("on_evaluate", training, score)
 
 
-# ---- text, for people to look at: on one process, not for speed ------------------------------------------------------
+# ---- sample texts for people, on one process and not optimised for speed ---------------------------------------------
 
-MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32: a larger model is sampled elsewhere
-TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
+MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32; larger models are not sampled
+TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: sample from the forty likeliest tokens
 
 
 class TextSamples(Callback):
-    """Rank 0 lets the finished model write `train.samples` texts."""
+    """Lets the finished model write `train.samples` texts, on rank 0."""
 
     def on_end(self, training: TrainingContext, state: str) -> None:
-        """Only of a run that is done."""
+        """Write the samples, if the run is done."""
         if state == "done" and training.rank == 0 and training.job.train.samples and training.dataset is not None:
             for text in sample_texts(training.folder.checkpoints, training.job, training.dataset):
                 training.events.write("sample", step=training.step, text=text)
 
 
 def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
-    """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
-    found = newest_checkpoint(checkpoints)
+    """Continue an empty document `train.samples` times; yields nothing for a model too large for one process."""
+    checkpoint = newest_checkpoint(checkpoints)
     if job.model.module:
-        return  # a model of the user's own is theirs to sample
+        return  # only the built-in decoder can be sampled here, not the user's model
     with torch.device("meta"):
         model = Decoder(job.model)
-    if found is None or sum(param.numel() for param in model.parameters()) > MOST_PARAMETERS:
+    if checkpoint is None or sum(param.numel() for param in model.parameters()) > MOST_PARAMETERS:
         return
-    model.load_state_dict(read_state(found.path), assign=True, strict=False)
+    model.load_state_dict(read_state(checkpoint.path), assign=True, strict=False)
     model.tie()
     tokenizer = load_tokenizer(dataset.tokenizer_path)
     generator = torch.Generator().manual_seed(job.data.seed)
@@ -189,7 +195,7 @@ def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -
 
 @torch.no_grad()
 def generate_tokens(model: Decoder, start: list[int], count: int, window: int, generator: torch.Generator) -> list[int]:
-    """`start` and up to `count` tokens behind it, each drawn from the likeliest few; ends at the end of a text."""
+    """Return `start` and up to `count` more tokens, each drawn from the likeliest few; stops at the end of the text."""
     tokens = list(start)
     end = start[0]
     for _ in range(count):

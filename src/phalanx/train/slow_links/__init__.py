@@ -1,1 +1,1 @@
-"""Training with peers on slow links: modes, data, state for newcomers, and the process of a peer."""
+"""Training with peers over slow links: exchange modes, data, state for newcomers, and a peer's process."""

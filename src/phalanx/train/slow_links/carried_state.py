@@ -1,7 +1,7 @@
-"""What rounds leave for later ones, as tensors that checkpoints keep: what codecs lost, and an update under way.
+"""State that rounds leave for later ones, as tensors in checkpoints: losses of codecs, and an update under way.
 
-A run that is resumed sends the update that was under way again: all peers resume at the same round, and its mean is the
-same. What the codec lost is kept as of the last update that was applied, so the update is encoded as before.
+A resumed run sends the update that was under way again: all peers resume at the same round, and its mean is the same.
+The codec's loss is kept as of the last applied update, so that the update is encoded as before.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ LOST, LOST_SUMS, SENT = "lost", "lost_sums", "sent"
 
 
 class CarriedState:
-    """Of this rank's shards. `fragments` are the places of each fragment's shards; every rank builds one, together."""
+    """Carried state of this rank's shards; all ranks of the peer build it together.
+
+    `fragments` are the places of each fragment's shards.
+    """
 
     def __init__(
         self, shards: Sequence[TensorShard], fragments: Sequence[Sequence[int]], *, has_feedback: bool, has_delay: bool
     ) -> None:
         names = ([LOST, LOST_SUMS] if has_feedback else []) + ([SENT] if has_delay else [])
         self._fragments = [list(places) for places in fragments]
-        # As precise as what is exchanged, whatever the weights are.
-        self._shards = [replace(one, tensor=torch.zeros_like(one.tensor, dtype=_wide(one.tensor))) for one in shards]
-        self._tables = {name: [torch.zeros_like(one.tensor) for one in self._shards] for name in names}
+        # At least float32, the precision of the exchange, also for weights of fewer bits.
+        self._shards = [
+            replace(shard, tensor=torch.zeros_like(shard.tensor, dtype=_wide(shard.tensor))) for shard in shards
+        ]
+        self._tables = {name: [torch.zeros_like(shard.tensor) for shard in self._shards] for name in names}
         self._maps = [VectorMap([self._shards[at] for at in places]) for places in self._fragments] if names else []
 
     def state(self) -> list[TensorShard]:
-        """As shards named "parameter#lost", "parameter#lost_sums" and "parameter#sent"."""
+        """Return the state as shards named "parameter#lost", "parameter#lost_sums" and "parameter#sent"."""
         return [
             replace(shard, name=f"{shard.name}#{name}", tensor=tensor)
             for name, tensors in self._tables.items()
@@ -42,7 +47,7 @@ class CarriedState:
         ]
 
     def keep_lost(self, fragment: int, lost: Mapping[str, Vector] | None) -> None:
-        """What a codec has lost so far of a fragment, as `Sender.state` says on rank 0; every rank calls this."""
+        """Store the codec's losses of a fragment, from `Sender.state` on rank 0; every rank calls this."""
         for name in (LOST, LOST_SUMS):
             if name in self._tables:
                 vector = (lost or {}).get(name)
@@ -51,30 +56,30 @@ class CarriedState:
                 self._fill(name, fragment, self._maps[fragment].spread(vector))
 
     def lost(self, fragment: int) -> dict[str, Vector] | None:
-        """The same on rank 0, for `Sender.load_state`; None elsewhere, and where codecs carry nothing."""
-        found = {name: self._gather(name, fragment) for name in (LOST, LOST_SUMS) if name in self._tables}
-        return {name: vector for name, vector in found.items() if vector is not None} or None
+        """Return the stored losses for `Sender.load_state` on rank 0; None elsewhere, or if codecs carry nothing."""
+        losses = {name: self._gather(name, fragment) for name in (LOST, LOST_SUMS) if name in self._tables}
+        return {name: vector for name, vector in losses.items() if vector is not None} or None
 
     def keep_sent(self, fragment: int, parts: Sequence[torch.Tensor]) -> None:
-        """An update that training does not wait for."""
+        """Store an update that was sent while training continues."""
         if SENT in self._tables:
             self._fill(SENT, fragment, parts)
 
     def sent(self, fragment: int) -> list[torch.Tensor]:
-        """The same, of a run that is resumed."""
+        """Return the stored update of a fragment, to send it again in a resumed run."""
         return [self._tables[SENT][at].clone() for at in self._fragments[fragment]]
 
     @torch.no_grad()
     def forget(self) -> None:
-        """This peer goes on from the state of another, and its rounds begin anew."""
+        """Clear everything, as this peer continues from the state of another."""
         for tensors in self._tables.values():
             for tensor in tensors:
                 tensor.zero_()
 
     @torch.no_grad()
     def _fill(self, name: str, fragment: int, parts: Sequence[torch.Tensor]) -> None:
-        for at, part in zip(self._fragments[fragment], parts, strict=True):
-            self._tables[name][at].copy_(part)
+        for at, source in zip(self._fragments[fragment], parts, strict=True):
+            self._tables[name][at].copy_(source)
 
     def _gather(self, name: str, fragment: int) -> Vector | None:
         return self._maps[fragment].gather([self._tables[name][at] for at in self._fragments[fragment]])

@@ -1,4 +1,4 @@
-"""The held-out loss of a round before it is committed (`peers.harm_votes`): this peer's vote on it."""
+"""This peer's vote on a round before it is committed, by the held-out loss (`peers.harm_votes`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.units import plural
 class HeldoutGate:
     """Judges rounds of weights on held-out sequences that the run's seed chooses, the same on every peer.
 
-    Only while training waits: evaluation changes the weights, and puts them back.
+    To be used only while training waits: evaluation changes the engine's weights, and restores them.
     """
 
     def __init__(
@@ -34,12 +34,15 @@ class HeldoutGate:
         self.seconds = 0.0
         self.rounds = 0
         self._began_s = math.inf
-        self._judged: tuple[dict[int, torch.Tensor], Losses] | None = None  # the newest round's result, not yet applied
-        self._shared_losses: Losses | None = None  # of the shared weights as they are, where they were evaluated before
+        # The newest judged round's result, by place of the shard, and its losses; not yet applied.
+        self._judged: tuple[dict[int, torch.Tensor], Losses] | None = None
+        # Losses of the present shared weights, if they were evaluated already: for the last round, or for an earlier
+        # attempt at this one (decision 0071).
+        self._shared_losses: Losses | None = None
 
     @property
     def cost(self) -> str:
-        """What evaluation took of the time since the first judged round began."""
+        """The time that evaluation took, in total and per round, as text for the record."""
         elapsed_s = time.monotonic() - self._began_s
         each, share = self.seconds / max(1, self.rounds), self.seconds / max(elapsed_s, 1e-9)
         return (
@@ -49,31 +52,33 @@ class HeldoutGate:
 
     @torch.no_grad()
     def judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
-        """This peer's vote on a round of the fragment whose shards are at `places`."""
+        """Return this peer's vote on a round of the fragment whose shards are at `places`."""
         began_s = time.monotonic()
         self._began_s = min(self._began_s, began_s)
         own = [shard.tensor.clone() for shard in self._engine.shards]
         try:
-            found = self._judge(vectors, places, trial)
+            judgement = self._judge(vectors, places, trial)
         finally:
             self._publish(own)
         seconds = time.monotonic() - began_s
         self.seconds += seconds
         self.rounds += 1
-        return Judgement(harms=found.harms, accused=found.accused, seconds=seconds)
+        return Judgement(harms=judgement.harms, accused=judgement.accused, seconds=seconds)
 
     def settle(self) -> None:
-        """Keep the losses of a judged round that was applied: the next round begins with the same bits."""
+        """Reuse the losses of an applied round for the next one, if the weights have the same bits."""
         result, losses = self._judged or ({}, None)
         is_same = all(torch.equal(self._outer.weights[place], weight) for place, weight in result.items())
         self._shared_losses = losses if is_same else None
         self._judged = None
 
     def forget(self) -> None:
-        """The shared weights were replaced."""
+        """Discard known losses after the shared weights were replaced."""
         self._judged = self._shared_losses = None
 
     def _judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
+        """Compare the losses before and after the round, and with contributions find the updates that cause a rise."""
+
         def result_of(mean: Vector, removed: Collection[str]) -> dict[int, torch.Tensor]:
             scale = self._sync.update_scale(sum(peer not in removed for peer in trial.weights))
             means = dict(zip(places, vectors.spread(mean), strict=True))
@@ -83,8 +88,10 @@ class HeldoutGate:
             return self._losses({**shared, **result_of(trial.mean_without(removed), removed)})
 
         def loss_alone(vector: Vector) -> Losses:
-            parts = dict(zip(places, vectors.spread(vector), strict=True))
-            return self._losses({**shared, **{at: shared[at] - part.to(shared[at]) for at, part in parts.items()}})
+            updates = dict(zip(places, vectors.spread(vector), strict=True))
+            return self._losses(
+                {**shared, **{at: shared[at] - update.to(shared[at]) for at, update in updates.items()}}
+            )
 
         shared = dict(enumerate(self._outer.weights))
         before = self._shared_losses if self._shared_losses is not None else self._losses(shared)

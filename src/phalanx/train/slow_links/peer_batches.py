@@ -1,4 +1,4 @@
-"""A peer's rows of every step: its part of the global batch, dealt on to the data ranks inside the peer."""
+"""A peer's rows of every step: its part of the global batch, dealt to the data ranks inside the peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.train.slow_links.sample_deal import Ranges
 
 
 class PeerBatches:
-    """As `Batches`, for samples that are known only when a step begins: nothing is read ahead."""
+    """A `Batches` for samples that are known only when a step begins; nothing is read ahead."""
 
     def __init__(
         self,
@@ -32,35 +32,36 @@ class PeerBatches:
     ) -> None:
         self._dataset, self._sampler, self._sequence = dataset, sampler, sequence
         self._deal, self._rank, self.digest, self._share_of = deal, data_rank, digest, share_of
-        self.position, self.restore_position = position, restore  # rounds and members: they say who takes what
+        # Rounds and members, from which the deal follows.
+        self.position, self.restore_position = position, restore
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
-        """(tokens, targets) of this rank in a step."""
+        """Return (tokens, targets) of this rank in a step."""
         return self.read(self._share_of(step))
 
     def read(self, samples: Ranges) -> tuple[Tokens, Tokens]:
-        """(tokens, targets) of this rank's part of some samples; rows that fill up have no target that counts."""
-        found = self._sample_numbers(samples)
-        mine = self._deal.real(self._rank, len(found))
-        numbers = found[mine.start : mine.stop]
-        filling = self._deal.rows(len(found)) - len(numbers)
-        if filling:  # something with the lengths and words of real text
-            some = found[-1:] if len(found) else self._sampler.indices(0, 1)
-            numbers = np.concatenate([numbers, np.repeat(some, filling)])
+        """Return (tokens, targets) of this rank's part of some samples; filler rows have only ignored targets."""
+        sample_numbers = self._sample_numbers(samples)
+        own_rows = self._deal.real(self._rank, len(sample_numbers))
+        numbers = sample_numbers[own_rows.start : own_rows.stop]
+        filling = self._deal.rows(len(sample_numbers)) - len(numbers)
+        if filling:  # repeat a real sample, with the lengths and words of real text
+            filler = sample_numbers[-1:] if len(sample_numbers) else self._sampler.indices(0, 1)
+            numbers = np.concatenate([numbers, np.repeat(filler, filling)])
         rows = np.ascontiguousarray(self._dataset.samples(numbers, self._sequence))
         tokens, targets = rows[:, :-1], rows[:, 1:].copy()
-        targets[len(mine) :] = IGNORED
+        targets[len(own_rows) :] = IGNORED
         return tokens, targets
 
     def _sample_numbers(self, samples: Ranges) -> Tokens:
-        parts = [self._sampler.indices(one.start, len(one)) for one in samples]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        blocks = [self._sampler.indices(positions.start, len(positions)) for positions in samples]
+        return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
     def indices(self, step: int) -> Tokens:
-        """The samples that this rank learns from in a step."""
-        found = self._sample_numbers(self._share_of(step))
-        mine = self._deal.real(self._rank, len(found))
-        return found[mine.start : mine.stop]
+        """Return the numbers of the samples that this rank learns from in a step."""
+        sample_numbers = self._sample_numbers(self._share_of(step))
+        own_rows = self._deal.real(self._rank, len(sample_numbers))
+        return sample_numbers[own_rows.start : own_rows.stop]
 
     def close(self) -> None:
-        """Nothing runs beside the steps."""
+        """Do nothing: there is no background work to stop."""

@@ -1,4 +1,4 @@
-"""Rounds as the ranks of a peer see them: rank 0 asks the group until one is committed, and all ranks hear of it."""
+"""Rounds as a peer's ranks use them: rank 0 tries a round until it is committed, and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import Address, MemberView, PeerProgress, PeerState, RoundResult, Vector
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 
-ATTEMPT_S = 3600.0  # of one wait for a round: more than any update takes on a link that is worth joining with
-POLL_S = 0.1  # between looks at whether this peer was asked to stop
-LEAVE_S = 5.0  # that a round may still take then
+ATTEMPT_S = 3600.0  # limit of one wait for a round; any update takes less on a usable link
+POLL_S = 0.1  # between checks for a stop request
+LEAVE_S = 5.0  # time that a round may still take after a stop request
 
 
 class GroupLink(Protocol):
-    """What training wants of `peers.group.PeerGroup`."""
+    """The part of `peers.group.PeerGroup` that training uses."""
 
     @property
     def id(self) -> str: ...
@@ -70,7 +70,7 @@ class GroupLink(Protocol):
 
 
 class BehindGroup(Exception):
-    """The group went on without this peer, which must take its state before it goes on."""
+    """The group continued without this peer, which must take the group's state before it continues."""
 
 
 class LeavingGroup(Exception):
@@ -79,33 +79,40 @@ class LeavingGroup(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedRound:
-    """What all peers know of a committed round, alike."""
+    """Facts of a committed round that all peers know alike."""
 
     number: int
-    weights: dict[str, float]  # tokens of everybody who took part, by id; 0 of who had none
+    # Tokens of each peer that took part, by id; 0 for peers without an update.
+    weights: dict[str, float]
     dropped: dict[str, str]
-    paces: dict[str, float] = field(default_factory=dict)  # samples a second that each said it learns from
-    shares: dict[str, float] = field(default_factory=dict)  # of the vector, that each averaged
+    # Samples per second that each peer reported.
+    paces: dict[str, float] = field(default_factory=dict)
+    # Part of the vector that each peer averaged.
+    shares: dict[str, float] = field(default_factory=dict)
     aggregation: str = "mean"
-    capped: dict[str, str] = field(default_factory=dict)  # whose claimed tokens were more than they were dealt
+    # Peers that claimed more tokens than they were dealt.
+    capped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
-    digest: str = ""  # of the mean's bytes: the same on every peer, or something is wrong
+    digest: str = ""  # of the mean's bytes, which must be the same on every peer
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Everybody who took part and was not dropped."""
+        """Peers that took part and were not dropped, in order of their ids."""
         return tuple(sorted(set(self.weights) - set(self.dropped)))
 
     @property
     def tokens(self) -> float:
-        """Of all updates in the mean."""
+        """Tokens of all updates in the mean."""
         return sum(self.weights.values())
 
 
 class PeerExchange:
-    """Of one rank. `link` is None on ranks other than 0; `round` is the next one's number, the same on every peer."""
+    """Rounds of one rank; `round`, the number of the next round, is the same on every peer.
+
+    `link` is the group on rank 0, None on other ranks.
+    """
 
     def __init__(
         self,
@@ -118,7 +125,8 @@ class PeerExchange:
         self._link, self._sync, self._stop, self._frozen = link, sync, stop, frozen
         self.round = 0
         self._senders: dict[object, Sender] = {}
-        self._thread = ThreadPoolExecutor(1, "peer-round")  # rounds are asked for in order
+        # One thread, so that rounds are done in order.
+        self._thread = ThreadPoolExecutor(1, "peer-round")
 
     def average(
         self,
@@ -132,10 +140,10 @@ class PeerExchange:
     ) -> PendingRound:
         """Begin the next round with this peer's tensors; every rank of the peer calls this, and then `finish`.
 
-        They count as `tokens`; without any, this peer is present and sends no update. `limits` are the tokens that each
-        peer was dealt, by id: none counts for more.
-        `sender` names what codecs carry errors over for: a fragment. None is for gradients. Without `waits` training
-        goes on meanwhile.
+        The update counts as `tokens`; with 0 tokens this peer is present and sends no update. `limits` are the tokens
+        that each peer was dealt, by id, and the largest weights that updates can have. `sender` is the key under which
+        codecs carry errors over: a fragment's number, or None for gradients. Without `waits`, training continues
+        meanwhile.
         """
         vector = vectors.gather(tensors)
         future: Future[RoundResult] | None = None
@@ -147,18 +155,18 @@ class PeerExchange:
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
     def meet(self) -> AgreedRound:
-        """A round without an update: who is present. Every rank of the peer calls this."""
+        """Do a round without an update, which establishes the members present; every rank of the peer calls this."""
         future = None
         if self._link is not None:
             future = self._thread.submit(self._ask_until_committed, self.round, np.zeros(1, np.float32), 1.0, "fp32")
         return PendingRound(exchange=self, vectors=None, future=future, frozen=self._frozen).finish()[0]
 
     def sender_state(self, sender: object) -> dict[str, Vector] | None:
-        """What the codec has lost so far of what `sender` names; None where it carries nothing."""
+        """Return the loss that the codec carries for `sender`; None if it carries nothing."""
         return self._senders[sender].state() if sender in self._senders else None
 
     def load_sender(self, sender: object, state: dict[str, Vector] | None) -> None:
-        """As `sender_state` said; None forgets it."""
+        """Restore the loss from `sender_state`; None forgets it."""
         self._senders.pop(sender, None)
         if state and self._link is not None and self._carries:
             self._new_sender(sender).load_state(state)
@@ -173,13 +181,15 @@ class PeerExchange:
         return self._senders[sender]
 
     def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
+        """Return the codec for an exchange, as a `Sender` if it carries errors over."""
         codec = self._sync.codec
         if codec == "fp32" and vectors.dtype == torch.float64:
             return "fp64"
         if not self._carries:
             return codec
         if sender is None:
-            return "int8"  # gradients that few bits are left of spoil Adam's moments: 3.05 instead of 2.48 nats
+            # Gradients of few bits spoil Adam's moments: a loss of 3.05 instead of 2.48 nats.
+            return "int8"
         return self._senders.get(sender) or self._new_sender(sender)
 
     def _ask_until_committed(
@@ -191,6 +201,7 @@ class PeerExchange:
         may_be_late: bool = False,
         limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
+        """Repeat a round until it is committed, this peer is behind, or a stop is requested; rank 0 only."""
         link, sync = self._link, self._sync
         assert link is not None
         quorum, grace_s = None, None
@@ -213,29 +224,29 @@ class PeerExchange:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether this peer was asked to stop."""
+        """True if this peer was asked to stop."""
         return self._stop()
 
     def wait_for(self, future: Future[RoundResult]) -> RoundResult:
-        """The result of a round; a peer that was asked to stop leaves the group if it takes long."""
-        left_s, has_left = LEAVE_S, False
+        """Wait for a round's result; after a stop request, leave the group if that takes longer than `LEAVE_S`."""
+        remaining_s, has_left = LEAVE_S, False
         while True:
             try:
                 return future.result(POLL_S)
             except TimeoutError:
-                left_s -= POLL_S if self._stop() else 0.0
-                if left_s < 0 and not has_left and self._link is not None:
+                remaining_s -= POLL_S if self._stop() else 0.0
+                if remaining_s < 0 and not has_left and self._link is not None:
                     has_left = True
                     self._link.leave()  # which ends the wait
 
     def close(self) -> None:
-        """Wait for nothing more."""
+        """Cancel rounds that have not begun, without waiting."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingRound:
-    """A round that was begun; the next one begins after its `finish`."""
+    """A round that has begun; the next one may begin after its `finish`."""
 
     exchange: PeerExchange
     vectors: VectorMap | None
@@ -243,9 +254,9 @@ class PendingRound:
     frozen: Callable[[], AbstractContextManager[None]] | None
 
     def finish(self) -> tuple[AgreedRound, list[torch.Tensor] | None]:
-        """What all peers know of the round, and this rank's part of the mean; None where nobody counted.
+        """Wait for the round; return its facts and this rank's shards of the mean, None if it has no update.
 
-        Raises BehindGroup or LeavingGroup, on every rank of the peer alike.
+        Raises BehindGroup or LeavingGroup, the same on every rank of the peer.
         """
         answer: dict[str, Any] = {}
         vector: Vector | None = None
@@ -253,7 +264,8 @@ class PendingRound:
             with self.frozen() if self.frozen is not None else nullcontext():
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
-            is_behind = result.behind and not self.exchange.is_stopping  # whoever leaves needs no newer state
+            # A peer that leaves needs no newer state.
+            is_behind = result.behind and not self.exchange.is_stopping
             answer = {"committed": result.committed, "behind": is_behind, "has_vector": vector is not None}
             answer["reason"] = result.reason
             answer["round"] = asdict(_agreed_round(result))
@@ -268,13 +280,13 @@ class PendingRound:
 
 
 def _agreed_round(result: RoundResult) -> AgreedRound:
-    weights = dict.fromkeys(result.present, 0.0) | {one: float(weight) for one, weight in result.weights.items()}
+    weights = dict.fromkeys(result.present, 0.0) | {peer: float(weight) for peer, weight in result.weights.items()}
     return AgreedRound(
         number=result.round_number,
         weights=dict(sorted(weights.items())),
         dropped=dict(result.dropped),
         paces=dict(result.paces),
-        shares={one: round(share, 4) for one, share in sorted(result.shares.items())},
+        shares={peer: round(share, 4) for peer, share in sorted(result.shares.items())},
         aggregation=result.aggregation,
         capped=dict(result.capped),
         seconds=result.seconds,

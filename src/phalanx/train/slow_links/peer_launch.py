@@ -1,4 +1,4 @@
-"""Processes of peers of one rank, and the run folders of several peers on one machine: a trial, or a drill."""
+"""Starting the process of a one-rank peer, and run folders for several peers on one machine: a trial, or a drill."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ WORKER = ("-m", "phalanx.train.slow_links.peer_worker")
 
 
 def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess.Popen[bytes]:
-    """The process of a peer of one rank; what it prints is in the log of its rank 0."""
+    """Start the process of a one-rank peer; it logs to the run's log of rank 0.
+
+    `sharers` is the number of processes that share this machine's processors.
+    """
     consent = ["--allow-code"] if allow_code else []
     log = run.rank_log(0)
     log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as out:
+    with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,  # Ctrl-C reaches it through us, once
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches it once, through this process
             env=_environ(os.environ, sharers),
         )
 
 
 def _environ(environ: Mapping[str, str], sharers: int) -> dict[str, str]:
+    """Return the environment of a peer's process, in which `sharers` processes divide the processors."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // sharers))
     return {**dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads), **environ}
 
 
 def set_addresses(run: Run, addresses: Sequence[Address], routes: Mapping[str, Address] | None = None) -> None:
-    """Where a peer finds the others when it starts; `routes` where they are to be reached by other ways."""
+    """Set the addresses at which a peer finds the others when it starts; `routes` replaces its routes if given."""
     facts = read_session(run)
     ways = facts.routes if routes is None else tuple((peer, *address) for peer, address in sorted(routes.items()))
     replaced = replace(facts, addresses=tuple(addresses), routes=ways)
@@ -49,14 +53,14 @@ def set_addresses(run: Run, addresses: Sequence[Address], routes: Mapping[str, A
 
 
 def make_trial(first: Run, others: list[Run], *, mbps: float | None = None, known: Sequence[PeerIdentity] = ()) -> None:
-    """Identities and sessions of a new trial; who owns it, and who belongs to it, is in the owner's launch.
+    """Write identities and sessions of a new trial; the owner's launch record lists its members.
 
-    With `mbps` every peer states that bandwidth, so that all average equal shares; else it is measured. Identities that
-    are `known` from another trial are taken again: samples are dealt in the order of their ids.
+    With `mbps` every peer states that bandwidth, so that all average equal shares; otherwise it is measured.
+    Identities `known` from another trial are reused, because samples are dealt in the order of their ids.
     """
     names = [f"peer-{place}" for place in range(1, 2 + len(others))]
     owner, *identities = known or [PeerIdentity.create(name) for name in names]
-    allowed = AllowList.create(owner, first.run_id, [one.certificate_pem for one in identities])
+    allowed = AllowList.create(owner, first.run_id, [identity.certificate_pem for identity in identities])
     write_session(first, owner, allowed, SessionFacts(group=first.run_id, up_mbps=mbps, down_mbps=mbps))
     for run, identity in zip(others, identities, strict=True):
         # The address is replaced once the first one listens.
@@ -66,9 +70,9 @@ def make_trial(first: Run, others: list[Run], *, mbps: float | None = None, know
 
 
 def mark_trial(first: Run, others: list[Run]) -> None:
-    """Record in every launch of a trial that it is one, and in the owner's which runs belong to it.
+    """Mark every launch record of a trial, and list the other runs in the owner's.
 
-    Peers resolve `sync.aggregation = "auto"` from it: without the mark on all, they refuse each other's round plans.
+    Peers resolve `sync.aggregation = "auto"` from the mark: without it on all, they refuse each other's round plans.
     """
     for run in others:
         run.set_launch(**{**run.launch(), "is_trial": True})

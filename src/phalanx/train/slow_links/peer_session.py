@@ -1,11 +1,11 @@
-"""A peer's place in a run folder: its identity, who is allowed, where the others are, and how the group stands.
+"""A peer's files in a run folder, and its open group: identity, allowlist, addresses of the others and group status.
 
-    peers/                     mode 0700: whoever reads the key can take the peer's place
+    peers/                     mode 0700: a reader of the key can take the peer's place
     peers/peer-key.pem, peer-certificate.pem
-    peers/allowlist.json       of the run's owner; a running peer takes up a newer one, and keeps those that it hears of
-    peers/session.json         how this peer takes part: `SessionFacts`
-    peers/status.json          how the group stands, written while the peer runs
-    peers/go-on-alone.json     asks the running peer to go on without those that are lost; it answers in the same file
+    peers/allowlist.json       of the run's owner; a running peer takes over newer ones, and stores those it receives
+    peers/session.json         settings of this peer's participation: `SessionFacts`
+    peers/status.json          state of the group, written while the peer runs
+    peers/go-on-alone.json     requests that the running peer continue without lost members; its answer is added
 
 This module imports no torch: the command line reads it, and a process opens its group before it imports torch.
 """
@@ -42,39 +42,40 @@ if TYPE_CHECKING:
 
 FOLDER, ALLOWED, SESSION, STATUS = "peers", "allowlist.json", "session.json", "status.json"
 GO_ON = "go-on-alone.json"
-LOOK_S = 0.5  # between looks at the allowlist, and writes of the status
-# What must be the same for all peers; the layout, the machine and what is written where are each peer's own.
-SHARED_SYNC = ("peers", "heartbeat_s", "dead_after_s", "screening")  # of [sync], what need not be
+LOOK_S = 0.5  # between reads of the allowlist, and writes of the status
+# Keys of [sync] that may differ between peers; all other keys must agree, as `run_facts` states.
+SHARED_SYNC = ("peers", "heartbeat_s", "dead_after_s", "screening")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionFacts:
-    """How this peer takes part. Without `addresses` it founds the group, unless members it knew before answer."""
+    """Settings of a peer's participation; without `addresses` it founds the group if no known member answers."""
 
-    group: str  # the run that all peers share, as its owner named it
+    group: str  # id of the run that all peers share
     addresses: tuple[tuple[str, int], ...] = ()
     listen: tuple[str, int] = ("127.0.0.1", 0)
     advertise: tuple[str, int] | None = None
     up_mbps: float | None = None
     down_mbps: float | None = None
     client_only: bool = False
-    routes: tuple[tuple[str, str, int], ...] = ()  # id, host, port: ways to peers other than what they advertise
+    # Id, host, port: addresses that replace the advertised ones.
+    routes: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def bandwidth(self) -> Bandwidth | None:
-        """As its owner stated it."""
+        """The bandwidth that the peer's owner stated, or None."""
         if self.up_mbps is None or self.down_mbps is None:
             return None
         return Bandwidth(up_mbps=self.up_mbps, down_mbps=self.down_mbps)
 
 
 def peers_folder(run: Run) -> Path:
-    """Where a run keeps what it knows of peers."""
+    """Return the folder of a run that holds the files of its peer."""
     return run.path / FOLDER
 
 
 def write_session(run: Run, identity: PeerIdentity, allowed: AllowList, facts: SessionFacts) -> None:
-    """Make a run folder that of a peer."""
+    """Turn a run folder into that of a peer: write identity, allowlist and session."""
     folder = peers_folder(run)
     identity.save(folder)
     allowed.save(folder / ALLOWED)
@@ -82,7 +83,7 @@ def write_session(run: Run, identity: PeerIdentity, allowed: AllowList, facts: S
 
 
 def read_session(run: Run) -> SessionFacts:
-    """Of a run folder; raises UserError where it is none of a peer's."""
+    """Read the session of a run folder; raises UserError if the run is not a peer's."""
     path = peers_folder(run) / SESSION
     try:
         return from_json_values(SessionFacts, load_json(path), str(path), noun="peer session")
@@ -95,24 +96,27 @@ def read_session(run: Run) -> SessionFacts:
 
 
 def read_status(run: Run) -> dict[str, Any]:
-    """How the group stood when this peer last looked; empty before it joined."""
+    """Return the last status that this peer wrote; {} before it joined."""
     try:
-        found = load_json(peers_folder(run) / STATUS)
-        return found if isinstance(found, dict) else {}
+        status = load_json(peers_folder(run) / STATUS)
+        return status if isinstance(status, dict) else {}
     except (OSError, ValueError):
         return {}
 
 
 def excluded_before(status: Mapping[str, Any]) -> dict[str, str]:
-    """Peers that a vote excluded before this process started, as its own status file lists them."""
-    found = status.get("excluded")
-    if not isinstance(found, dict):
+    """Return the peers that a vote excluded before this process started, from its status file, with the reasons."""
+    excluded = status.get("excluded")
+    if not isinstance(excluded, dict):
         return {}
-    return {peer: printable(str(reason), most=400) for peer, reason in found.items() if len(peer) == ID_DIGITS}
+    return {peer: printable(str(reason), most=400) for peer, reason in excluded.items() if len(peer) == ID_DIGITS}
 
 
 def run_facts(job: Job, base: Path, group: str) -> RunFacts:
-    """What peers compare before they exchange anything; `base` is where relative data paths start."""
+    """Return the facts that must agree between two peers; relative data paths start at `base`.
+
+    Layout, machine and output paths are not in them: they may differ between peers.
+    """
     sync = {name: value for name, value in asdict(job.sync).items() if name not in SHARED_SYNC}
     model = {
         "model": json_values(job.model),
@@ -124,7 +128,7 @@ def run_facts(job: Job, base: Path, group: str) -> RunFacts:
     }
     folders = [base / path for path in job.data.paths]
     manifests = [read_manifest(folder) for folder in folders]
-    text = "+".join(f"{one.tokenizer_sha256} {one.digest}" for one in manifests)
+    text = "+".join(f"{manifest.tokenizer_sha256} {manifest.digest}" for manifest in manifests)
     return RunFacts(
         run_id=group,
         model_digest=hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest(),
@@ -185,57 +189,63 @@ class PeerSession:
         self._thread.start()
 
     def addresses(self) -> tuple[Address, ...]:
-        """Where the others may be: those this peer was told of, and members that it knew before it was restarted."""
+        """Return the configured addresses and those of members that it knew before it was restarted."""
         members = self._before.get("members", [])
         own = self.group.id
-        known = [
-            self._routes.get(str(one.get("id")), tuple(one["address"]))
-            for one in members
-            if one.get("id") != own and not one.get("client_only") and self.is_allowed(str(one.get("id")))
+        member_addresses = [
+            self._routes.get(str(member.get("id")), tuple(member["address"]))
+            for member in members
+            if member.get("id") != own and not member.get("client_only") and self.is_allowed(str(member.get("id")))
         ]
-        return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
+        return tuple(
+            dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in member_addresses)])
+        )
 
     def is_allowed(self, peer: str) -> bool:
-        """Whether the owner's list has a peer: it was not revoked."""
+        """Return True if the owner's list contains a peer: it was invited, and not revoked."""
         return any(fingerprint.startswith(peer) for fingerprint in self._allowed.fingerprints())
 
     def _keep_allowed(self, newer: AllowList) -> None:
-        """A list that the group has taken over: who was revoked is so after the next start too."""
+        """Store a newer list that the group has taken over, so that revocations hold after a restart too."""
         if newer.replaces(self._allowed):
             self._allowed = newer
         path = self._folder / ALLOWED
-        with suppress(UserError, OSError, SystemFailure), locked_list(path):  # else it is written at the next look
+        # If this fails, `_look` tries again.
+        with suppress(UserError, OSError, SystemFailure), locked_list(path):
             if newer.replaces(AllowList.load(path)):
                 newer.save(path)
 
     def tell_events(self, tell: Callable[[PeerEvent], None]) -> None:
-        """Where events of the group go; those that came before are told now."""
+        """Pass events of the group to `tell` from now on, and those that came before at once."""
         early, self._early, self._tell = self._early, [], tell
         for event in early:
             tell(event)
 
     def _on_event(self, event: PeerEvent) -> None:
-        if event.kind not in ("committed", "view"):  # rounds are told with what training knows of them
+        # Training records rounds itself, with more facts.
+        if event.kind not in ("committed", "view"):
             if self._tell is None:
                 self._early.append(event)
             else:
                 self._tell(event)
 
     def _look(self) -> None:
+        """Follow the allowlist file, answer requests and write the status, every `LOOK_S` seconds until closed."""
         while not self._ended.wait(LOOK_S):
             try:
-                kept = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
-                if kept.replaces(self._allowed):
-                    self.group.set_allowed(kept)
-                elif self._allowed.replaces(kept):
-                    self._keep_allowed(self._allowed)  # the disk was full when it came
+                stored = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
+                if stored.replaces(self._allowed):
+                    self.group.set_allowed(stored)
+                elif self._allowed.replaces(stored):
+                    # It could not be stored when it arrived: the disk was full.
+                    self._keep_allowed(self._allowed)
                 self._answer_request()
                 self._write_status()
             except (UserError, OSError, ValueError):  # a file that is being written, or a group that is being closed
                 continue
 
     def _answer_request(self) -> None:
-        """Go on without lost members where that was asked for, and say what came of it."""
+        """Continue without lost members if the request file exists, and write the outcome into it."""
         path = self._folder / GO_ON
         if not path.exists() or "answer" in (request := load_json(path)):
             return
@@ -247,6 +257,7 @@ class PeerSession:
         replace_text(path, json_text({**request, "answer": answer}) + "\n")
 
     def _write_status(self) -> None:
+        """Write the state of the group to the status file."""
         view, links, progress = self.group.view(), self.group.links(), self.group.progress()
         members = [
             {
@@ -275,7 +286,7 @@ class PeerSession:
         replace_text(self._folder / STATUS, json_text(status) + "\n")
 
     def close(self) -> None:
-        """End the thread, and the group where it is still open."""
+        """Stop the thread, and close the group if it is still open."""
         self._ended.set()
         self._thread.join()
         self.group.close()

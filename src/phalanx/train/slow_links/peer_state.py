@@ -1,6 +1,6 @@
-"""The state of a peer for newcomers: weights, optimizer, outer momentum and position, as whole vectors.
+"""The state that a peer gives newcomers: weights, optimizer, outer momentum and position, as complete vectors.
 
-A newcomer may have another layout than the peer it takes the state from, so nothing of a layout is in it.
+A newcomer may have another layout than the peer it takes the state from, so the state contains nothing of a layout.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.state.training_state import state_numbers, take_state_numbers
 
 META = "meta.json"
-MOST_META_BYTES = 64 * 2**20  # names and shapes of a hundred thousand tensors take a tenth of it
-WIDEST_BYTES = 8  # of a value: peers may keep theirs in fp32 or fp64
-FREEZE_S = 5.0  # between the begin of a round and training's wait for it: no more than a thread's start
-PATIENCE_S = 120.0  # that the group's thread waits for training to reach the end of a step
+MOST_META_BYTES = 64 * 2**20  # ten times the names and shapes of a hundred thousand tensors
+WIDEST_BYTES = 8  # of a value: peers may hold fp32 or fp64
+# Limit between the beginning of a round and training's wait for it, usually a thread's start.
+FREEZE_S = 5.0
+PATIENCE_S = 120.0  # limit of the group's wait for training to reach the end of a step
 
 
 def copy_state(
     engine: Engine, outer: OuterOptimizer | None, position: Mapping[str, Any], *, is_shared: bool
 ) -> PeerState | None:
-    """The state as of `position`, on rank 0; every rank of the peer calls this.
+    """Return the state as of `position` on rank 0, None elsewhere; every rank of the peer calls this.
 
-    `is_shared`: the weights are those of all peers; else the outer optimizer has them.
+    `is_shared` means that the engine's weights are those of all peers; otherwise the outer optimizer's are taken.
     """
     optimizer = engine.optimizer.state()
     maps = {"weights": VectorMap(engine.shards), "optimizer": VectorMap(optimizer)}
-    weights = outer.weights if outer is not None and not is_shared else [one.tensor for one in engine.shards]
+    weights = outer.weights if outer is not None and not is_shared else [shard.tensor for shard in engine.shards]
     vectors = {
         "weights": maps["weights"].gather(weights),
-        "optimizer": maps["optimizer"].gather([one.tensor for one in optimizer]),
+        "optimizer": maps["optimizer"].gather([shard.tensor for shard in optimizer]),
     }
     if outer is not None:
         vectors["outer_momentum"] = maps["weights"].gather(outer.momenta)
@@ -49,16 +50,16 @@ def copy_state(
     meta = {
         "position": dict(position),
         "numbers": state_numbers(engine),
-        "shapes": {name: one.description for name, one in maps.items()},
-        "wide": [name for name, one in vectors.items() if one is not None and one.dtype == np.float64],
+        "shapes": {name: vector_map.description for name, vector_map in maps.items()},
+        "wide": [name for name, vector in vectors.items() if vector is not None and vector.dtype == np.float64],
     }
-    tensors = {name: one.tobytes() for name, one in vectors.items() if one is not None}
+    tensors = {name: vector.tobytes() for name, vector in vectors.items() if vector is not None}
     tensors[META] = json.dumps(meta).encode()
     return PeerState(round_number=int(position["round"]) - 1, tensors=tensors)
 
 
 def most_state_bytes(engine: Engine, outer: OuterOptimizer | None) -> dict[str, int]:
-    """Bytes that each tensor of another peer's state can have. Every rank of the peer calls this."""
+    """Return the largest size in bytes of each tensor of another peer's state; every rank of the peer calls this."""
     lengths = {"weights": VectorMap(engine.shards).length, "optimizer": VectorMap(engine.optimizer.state()).length}
     if outer is not None:
         lengths["outer_momentum"] = lengths["weights"]
@@ -67,12 +68,12 @@ def most_state_bytes(engine: Engine, outer: OuterOptimizer | None) -> dict[str, 
 
 @torch.no_grad()
 def take_state(engine: Engine, outer: OuterOptimizer | None, found: Mapping[str, bytes]) -> dict[str, Any]:
-    """Go on from the state that rank 0 has of another peer; its position. Every rank of the peer calls this."""
+    """Take over the state that rank 0 received, `found`, and return its position; every rank of the peer calls this."""
     meta = spread_object(_read_meta(found) if found else None)
     optimizer = engine.optimizer.state()
     maps = {"weights": VectorMap(engine.shards), "optimizer": VectorMap(optimizer)}
-    for name, one in maps.items():
-        if meta["shapes"].get(name) != one.description:
+    for name, vector_map in maps.items():
+        if meta["shapes"].get(name) != vector_map.description:
             raise mistake(
                 "peers",
                 f"another peer's {name} have other names or shapes than this job's",
@@ -100,10 +101,12 @@ def take_state(engine: Engine, outer: OuterOptimizer | None, found: Mapping[str,
 
 
 def _read_meta(found: Mapping[str, bytes]) -> dict[str, Any]:
-    """Of a stranger's bytes, although of one whom the run's owner allowed."""
+    """Return the checked metadata of a received state; raises UserError. The sender is allowed, but not trusted."""
     try:
         meta = json.loads(found[META])
-        lengths = {name: sum(int(np.prod(one)) for one in shapes.values()) for name, shapes in meta["shapes"].items()}
+        lengths = {
+            name: sum(int(np.prod(shape)) for shape in shapes.values()) for name, shapes in meta["shapes"].items()
+        }
         lengths["outer_momentum"] = lengths["weights"]
         for name, data in found.items():
             size = 8 if name in meta["wide"] else 4
@@ -117,7 +120,10 @@ def _read_meta(found: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 class StateServer:
-    """Hands newcomers a copy: made by the training thread between two steps, or by theirs while training waits."""
+    """Provides newcomers with a copy of the state.
+
+    The training thread makes it between two steps, or the newcomer's thread while training waits for a round.
+    """
 
     def __init__(self) -> None:
         self._copy: Callable[[], PeerState | None] = lambda: None
@@ -126,16 +132,16 @@ class StateServer:
         self._made: PeerState | None = None
 
     def serve(self, copy: Callable[[], PeerState | None]) -> None:
-        """From now on copies can be made by `copy`."""
+        """Set the function that makes copies."""
         self._copy = copy
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a newcomer waits for a copy."""
+        """True while a newcomer waits for a copy."""
         return self._is_wanted
 
     def provide(self) -> PeerState | None:
-        """For the group, on a thread of its own; None where training does not come to the end of a step."""
+        """Return a copy for a newcomer, on a worker thread; None if training does not reach the end of a step."""
         with self._lock:
             self._is_wanted, self._made = True, None
             if not self._is_frozen:
@@ -147,20 +153,20 @@ class StateServer:
 
     @contextmanager
     def while_frozen(self) -> Iterator[bool]:
-        """Whether training waits for others, or soon does; it goes on only when this ends."""
+        """Wait until training waits for others, and hold it there; yields False if that does not happen in time."""
         with self._lock:
             yield self._lock.wait_for(lambda: self._is_frozen, timeout=FREEZE_S)
 
     def make_copy(self) -> None:
-        """Between two steps, on every rank of the peer alike."""
-        made = self._copy()
+        """Make a copy between two steps; called on every rank of the peer."""
+        state = self._copy()
         with self._lock:
-            self._made = made
+            self._made = state
             self._lock.notify_all()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """While training waits for others, and changes nothing."""
+        """Mark that training waits for others and changes nothing, so that other threads may copy the state."""
         with self._lock:
             self._is_frozen = True
             self._lock.notify_all()

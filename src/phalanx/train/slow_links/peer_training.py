@@ -1,11 +1,11 @@
-"""A peer's training: the ordinary loop and engine, with what is exchanged with other peers added as a callback.
+"""A peer's training: the ordinary loop and engine, with the exchange with other peers added as a callback.
 
-target-batch   every step exchanges gradients: their mean over the tokens of the global batch, whoever computed them
-diloco         the same for the first steps; then peers step alone, and exchange how far their weights have moved
-quorum         as diloco; a round waits for some of the peers only
+target-batch   every step exchanges gradients: their mean over the tokens of the global batch, whichever peer had them
+diloco         the same for the first steps; then peers step alone, and exchange the movement of their weights
+quorum         as diloco, but a round waits for a quorum of the peers only
 
-Everything that decides what comes next (round, step, members) follows from committed rounds, which all peers know
-alike; nothing follows from the time at which a peer hears of something.
+All decisions about what comes next (round, step, members) follow from committed rounds, which all peers know alike;
+none depends on the time at which a message arrives.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 
 class PeerTraining(Callback):
-    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where other members may be.
+    """The callback of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are those of other members.
 
-    A peer that `founds` the group does so where there are none, or nobody answers there.
+    A peer that `founds` the group does so if there are no addresses, or no peer answers there.
     """
 
     def __init__(
@@ -85,28 +85,33 @@ class PeerTraining(Callback):
                 patience_s=patience_s,
             )
         self._server = StateServer()
-        # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
+        # The ranks of a mesh copy the state together, so only the state of a lone rank is copied while it waits.
         frozen = {"frozen": self._server.frozen} if dist.get_world_size() == 1 else {}
         self.exchange = PeerExchange(link, sync, stop=stop, **frozen)
         self.id = str(spread_object(link.id if link is not None else ""))
         self.ledger = RoundLedger(waits_for_all=sync.mode != "quorum")
         self._pace = PaceMeter()
-        self._boundary: dict[str, Any] = {}  # what a newcomer's position is, as of the last step that all have done
-        self._tokens: dict[int, int] = {}  # learnt from since each fragment was exchanged
-        self._samples = 0  # since the last round
+        # A newcomer's position, as of the last step that all peers have done.
+        self._boundary: dict[str, Any] = {}
+        # Tokens learnt from since each fragment was exchanged, by fragment.
+        self._tokens: dict[int, int] = {}
+        self._samples = 0  # samples learnt from since the last round
         self._exchanged_step = -1
         self._sent_fragment: int | None = None
         self._screen: LossScreen | None = None
         self._gate: HeldoutGate | None = None
-        self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
-        self._under_way: tuple[int, int, float] | None = None  # the same for checkpoints: step, fragment, tokens
+        # Step to apply it after, fragment, round.
+        self._pending: tuple[int, int, PendingRound] | None = None
+        # The same for checkpoints: step, fragment, tokens.
+        self._under_way: tuple[int, int, float] | None = None
         self._training: TrainingContext | None = None
-        self._is_leaving = False  # asked to stop outside of a step: the loop ends before its next one
+        # Asked to stop between two steps: the loop ends before the next one.
+        self._is_leaving = False
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
 
     def attach(self, engine: Engine, *, steps: int) -> None:
-        """Before the state is restored: room for what peers share in a run of so many steps. Every rank calls this."""
+        """Prepare the engine before the state is restored; every rank calls this. `steps` is the length of the run."""
         self._engine = engine
         self._gradients = VectorMap(engine.shards)
         self.outer: OuterOptimizer | None = None
@@ -117,7 +122,7 @@ class PeerTraining(Callback):
             self.outer = OuterOptimizer(engine.shards, learning_rate=rate, momentum=momentum)
             chosen = assign_fragments(self._gradients.sizes, sync.fragments)
             for number in range(sync.fragments):
-                self._fragments.append([at for at, one in enumerate(engine.shards) if chosen[one.name] == number])
+                self._fragments.append([at for at, shard in enumerate(engine.shards) if chosen[shard.name] == number])
             self._fragment_maps = [VectorMap([engine.shards[at] for at in places]) for places in self._fragments]
             has_feedback = sync.codec in FEEDBACK_CODECS and sync.feedback > 0.0
             self._carried = CarriedState(
@@ -125,12 +130,13 @@ class PeerTraining(Callback):
             )
             engine.peer_state = [*self.outer.state(), *self._carried.state()]
         engine.average_over_peers = self._average_gradients
-        engine.listener = None  # the noise of a peer's gradient would be taken for that of all
+        # It would measure the gradient noise of one peer as that of the global batch.
+        engine.listener = None
 
     def open_batches(
         self, folder: Path, job: Job, plan: BatchPlan, engine: Engine
     ) -> tuple[PeerBatches, TokenDataset | None]:
-        """This rank's rows, as the members of a step share its global batch."""
+        """Return the batches of this rank, whose samples follow from the members of each step, and the dataset."""
         self._batch_plan = plan
         self.warm_up = plan.steps if self._sync.mode == "target-batch" else self._sync.warm_up_steps(plan.steps)
         dataset = TokenDataset.open([folder / path for path in job.data.paths], "train", vocab=job.model.vocab)
@@ -148,7 +154,7 @@ class PeerTraining(Callback):
         return self.batches, dataset
 
     def enter(self, training: TrainingContext, step: int) -> int:
-        """Join the group with the state of `step` steps, or with that of the group where it is elsewhere; the step."""
+        """Join the group with the state after `step` steps, or take the group's newer state; return the steps done."""
         self._training, training.step = training, step  # copies of the state depend on the step
         if self.outer is not None and not step:
             self.outer.reset()
@@ -167,7 +173,8 @@ class PeerTraining(Callback):
         is_elsewhere = False
         if self._link is not None and self._entry is not None:
             self._link.serve_state(self._server.provide)
-            self._link.expect_values(max(1, self._gradients.length))  # 1: a round without an update
+            # A round of `meet` has a vector of one value.
+            self._link.expect_values(max(1, self._gradients.length))
             number = self.exchange.round
             is_elsewhere = self._entry.join_group(number).next_round != number
             if not is_elsewhere:
@@ -178,17 +185,17 @@ class PeerTraining(Callback):
             return self.catch_up(training)
         try:
             self._meet(step)
-        except BehindGroup as error:  # the group is in the middle of a round with another vector
+        except BehindGroup as error:  # the group is in a round with another vector
             return self.catch_up(training, str(error))
         except LeavingGroup:
             self._is_leaving = True
         return step
 
     def _meet(self, step: int) -> None:
-        """The round of who is present, after which this peer goes on with its state of `step` steps.
+        """Do the round that establishes the members, and continue with the state after `step` steps.
 
-        A peer that takes the state before that round is committed takes part in it too. With an update of another
-        length it would be dropped from the round, or drop the others.
+        A newcomer that takes the state before that round is committed takes part in it too. With an update of another
+        length it would be dropped from the round, or the others would be.
         """
         self._boundary = {**self.position(step), "meets": True}
         self._agree(self.exchange.meet(), kind="meet", step=step)
@@ -196,7 +203,7 @@ class PeerTraining(Callback):
         self._resume_rounds()
 
     def _resume_rounds(self) -> None:
-        """Go on with what a checkpoint has of rounds: what codecs lost, and an update that was under way."""
+        """Restore the codecs' losses from a checkpoint, and send an update that was under way again."""
         for fragment in range(len(self._fragments)):
             self.exchange.load_sender(fragment, self._carried.lost(fragment))
         if self._under_way is not None:
@@ -211,7 +218,7 @@ class PeerTraining(Callback):
             self._pending = (until, fragment, pending)
 
     def catch_up(self, training: TrainingContext, why: str = "") -> int:
-        """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
+        """Take the newest state of the group; return the steps that it has done. Every rank of the peer calls this."""
         while True:
             step, meets = self._take_group_state(training, why)
             if not meets:
@@ -228,14 +235,15 @@ class PeerTraining(Callback):
             return training.step
 
     def _take_group_state(self, training: TrainingContext, why: str) -> tuple[int, bool]:
-        """The steps of the state that was taken, and whether the group's next round is that of who is present."""
+        """Take the group's state; return its steps, and True if the group's next round is that of `_meet`."""
         text = why or "this peer is new"
         training.events.write("peer", step=training.step, kind="behind", text=text)
         most_bytes = most_state_bytes(self._engine, self.outer)
-        with self._server.frozen() if dist.get_world_size() == 1 else nullcontext():  # its own state is still a state
-            found = self._entry.fetch_state(most_bytes) if self._entry is not None else {}
+        # This peer's own state can still be given to a newcomer in the meantime.
+        with self._server.frozen() if dist.get_world_size() == 1 else nullcontext():
+            tensors = self._entry.fetch_state(most_bytes) if self._entry is not None else {}
         self._engine.clear_gradients()
-        position = take_state(self._engine, self.outer, found)
+        position = take_state(self._engine, self.outer, tensors)
         if self._gate is not None:
             self._gate.forget()
         self._restore_position(position)
@@ -259,17 +267,17 @@ class PeerTraining(Callback):
 
     @property
     def step(self) -> int:
-        """Steps that are done here."""
+        """Steps that this peer has done."""
         return self._training.step if self._training is not None else 0
 
     def status(self) -> dict[str, Any]:
-        """For those who look at the group while it trains."""
+        """Return facts for the status file."""
         return {"step": self.step, "mode": self._sync.mode, "credit": dict(self.credit)}
 
-    # ---- where this peer is ----------------------------------------------------------------------------------------
+    # ---- position and members --------------------------------------------------------------------------------------
 
     def position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps of rounds and members after `step` steps."""
+        """Return the state of rounds and members after `step` steps, for a checkpoint."""
         return {
             "step": step,
             "round": self.exchange.round,
@@ -280,6 +288,7 @@ class PeerTraining(Callback):
         }
 
     def _restore_position(self, position: Any) -> None:
+        """Restore rounds and members from a checkpoint's or another peer's position."""
         if not position:
             return
         self.exchange.round = int(position["round"])
@@ -288,20 +297,21 @@ class PeerTraining(Callback):
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
         self._under_way = None
         if (under_way := position.get("under_way")) is not None:
-            until, fragment, tokens = under_way[:3]  # a fourth value, of older checkpoints, is not needed
+            # A fourth value, of older checkpoints, is not needed.
+            until, fragment, tokens = under_way[:3]
             self._under_way = (int(until), int(fragment), float(tokens))
 
     def _mark_boundary(self, step: int) -> None:
         self._boundary = self.position(step)
 
     def _copy_state(self) -> Any:
-        # By steps that are done, not by the boundary: between the last synchronous step and the first exchange this
-        # peer's own weights have moved on.
+        # Decided by the steps done, not by the boundary: between the last synchronous step and the first exchange this
+        # peer's own weights have moved.
         is_shared = self.step <= self.warm_up
         return copy_state(self._engine, self.outer, self._boundary, is_shared=is_shared)
 
     def _deal(self, step: int) -> dict[str, Ranges]:
-        """Everybody's samples of a step. A step that all take together is dealt by how fast each of them is."""
+        """Return each member's samples of a step; synchronous steps are dealt by pace (decision 0051)."""
         return self.ledger.deal(self._batch_plan, step, by_pace=step < self.warm_up)
 
     def _share_of(self, step: int) -> Ranges:
@@ -309,7 +319,7 @@ class PeerTraining(Callback):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Who takes part, by id."""
+        """Ids of the members."""
         return self.ledger.members
 
     @property
@@ -318,10 +328,10 @@ class PeerTraining(Callback):
         return self.ledger.credit
 
     def _agree(self, agreed: AgreedRound, *, kind: str, step: int, fragment: int | None = None) -> None:
-        """Who takes part from now on, and whose samples count; told in the record."""
+        """Enter a committed round into the ledger, and record it as an event."""
         self.ledger.agree(agreed, sequence=self._engine.settings.sequence, is_update=kind != "meet")
         self._samples = 0
-        if kind != "meet":  # the first step also starts up
+        if kind != "meet":  # the time after `meet` would include the start-up of the first step
             self._pace.begin(time.monotonic())
         if self._training is not None and self._link is not None:
             self._training.events.write(
@@ -344,10 +354,13 @@ class PeerTraining(Callback):
                 credit=self.credit,
             )
 
-    # ---- gradients: target-batch, and the first steps of the others ------------------------------------------------
+    # ---- gradients: target-batch, and the first steps of the other modes -------------------------------------------
 
     def _average_gradients(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Replace the gradients by their mean over the global batch; what nobody counted is dealt and done again."""
+        """Replace the gradients by their mean over the global batch; return False if this step exchanges none.
+
+        Samples that no update counted are dealt again, and their gradients exchanged in a further round.
+        """
         training = self._training
         assert training is not None
         step = training.step
@@ -373,17 +386,19 @@ class PeerTraining(Callback):
                 added = agreed.tokens
                 total = mean if total is None else _weighted_mean(total, weight, mean, added)
                 weight += added
-            counted = {one: round(tokens / sequence) for one, tokens in agreed.weights.items()}
-            left = uncounted_samples(dealt, counted)
-            if not left or not self.members or (is_stuck and mean is None):
+            counted = {peer: round(tokens / sequence) for peer, tokens in agreed.weights.items()}
+            uncounted = uncounted_samples(dealt, counted)
+            # Two rounds in a row without any gradient end the step, which would otherwise be repeated without end.
+            if not uncounted or not self.members or (is_stuck and mean is None):
                 break
             is_stuck = mean is None
-            dealt = deal_samples(left, self.members, self.ledger.paces)
+            dealt = deal_samples(uncounted, self.members, self.ledger.paces)
             own = dealt.get(self.id, ())
-            rows = (torch.from_numpy(one) for one in self.batches.read(own))
+            rows = (torch.from_numpy(array) for array in self.batches.read(own))
             further = self._engine.more_gradients(*rows)
         for place, grad in enumerate(grads):
-            if total is None:  # nobody's gradient was finite: the engine skips the step
+            if total is None:
+                # No peer's gradient was finite: with NaN the engine skips the step.
                 grad.fill_(float("nan"))
             else:
                 grad.copy_(total[place])
@@ -397,7 +412,7 @@ class PeerTraining(Callback):
     # ---- weights: the outer steps of diloco and quorum --------------------------------------------------------------
 
     def on_start(self, training: TrainingContext) -> None:
-        """An exchange that was due when this peer was stopped comes first."""
+        """Do an exchange first that was due when this peer was stopped."""
         if self._is_leaving or not self._owes_exchange(training.step):
             return
         try:
@@ -408,7 +423,7 @@ class PeerTraining(Callback):
             self._is_leaving = True
 
     def on_step_begin(self, training: TrainingContext) -> None:
-        """End before this step where that was asked for since the last one."""
+        """Raises LeavingGroup if a stop was requested since the last step."""
         if self._is_leaving:
             raise LeavingGroup
 
@@ -416,7 +431,7 @@ class PeerTraining(Callback):
         return step > self.warm_up and self._exchanged_step < step
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
-        """Exchange weights where it is due, and let newcomers have the state."""
+        """Exchange weights if that is due, and copy the state if a newcomer waits for it."""
         if training.step <= self.warm_up:
             if self.outer is not None and training.step == self.warm_up:
                 self.outer.reset()
@@ -433,42 +448,48 @@ class PeerTraining(Callback):
             self._server.make_copy()
 
     def _exchange_weights(self, training: TrainingContext) -> None:
+        """Apply the update under way if it is due, and exchange the fragments that are due after this step."""
         sync, total = self._sync, self._batch_plan.steps
         if sync.mode == "quorum" and self._is_waited_for(training.step):
-            reached, training.step = training.step, self._next_exchange(training.step)  # the rest is not learnt from
+            # The samples of the skipped steps are not learnt from.
+            reached, training.step = training.step, self._next_exchange(training.step)
             for skipped in range(reached, training.step):
                 self._note_dealt(skipped)
         inner = training.step - self.warm_up
         fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
         is_last = training.step >= total
         if self._pending is not None and (is_last or training.step >= self._pending[0]):
-            _, sent, round_of_it = self._pending
-            self._apply(training, sent, round_of_it)  # it stays under way where this peer is stopped here
+            _, sent, sent_round = self._pending
+            # If it raises (a stop), the update remains under way.
+            self._apply(training, sent, sent_round)
             self._pending = self._under_way = None
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
-        for one in due:
-            self._sent_fragment = one
+        for number in due:
+            self._sent_fragment = number
             self._report(training.step)
-            parts = self.outer.pseudo_gradients() if self.outer is not None else []
-            chosen = [parts[at] for at in self._fragments[one]]
+            movements = self.outer.pseudo_gradients() if self.outer is not None else []
+            chosen = [movements[at] for at in self._fragments[number]]
             is_delayed = bool(sync.delay_steps) and not is_last
             if not is_delayed:
                 training.pause()
-            tokens = float(self._tokens.get(one, 0))
-            limits = self.ledger.weight_limits(one, sequence=self._engine.settings.sequence)
+            tokens = float(self._tokens.get(number, 0))
+            limits = self.ledger.weight_limits(number, sequence=self._engine.settings.sequence)
             pending = self.exchange.average(
-                self._fragment_maps[one], chosen, tokens, limits=limits, sender=one, waits=not is_delayed
+                self._fragment_maps[number], chosen, tokens, limits=limits, sender=number, waits=not is_delayed
             )
             if is_delayed:
-                self._pending = (training.step + sync.delay_steps, one, pending)
-                self._carried.keep_sent(one, chosen)
-                self._under_way = (training.step + sync.delay_steps, one, tokens)
+                self._pending = (training.step + sync.delay_steps, number, pending)
+                self._carried.keep_sent(number, chosen)
+                self._under_way = (training.step + sync.delay_steps, number, tokens)
             else:
-                self._apply(training, one, pending)
+                self._apply(training, number, pending)
         self._exchanged_step = training.step
 
     def score_update(self, peer: str, vector: Vector) -> str | None:
-        """Why a peer's update of weights is left out, or None; on the group's thread, while training waits."""
+        """Return the reason to leave out a peer's update of weights, or None.
+
+        Runs on the group's worker thread, while training waits.
+        """
         fragment = self._sent_fragment
         if self._screen is None or fragment is None or dist.get_world_size() > 1 or self._sync.delay_steps:
             return None
@@ -478,9 +499,10 @@ class PeerTraining(Callback):
             return self._screen.complaint(self._fragment_maps[fragment], self._fragments[fragment], vector)
 
     def judge_round(self, trial: RoundTrial) -> Judgement:
-        """This peer's vote on a round of weights before it is committed; on the group's thread, while training waits.
+        """Return this peer's vote on a round of weights before it is committed.
 
-        A peer that is a mesh, or that trains on while an update travels, abstains.
+        Runs on a worker thread of the group, while training waits. A peer that is a mesh, or that trains on while an
+        update is under way, abstains.
         """
         fragment = self._sent_fragment
         if self._gate is None or fragment is None or dist.get_world_size() > 1 or self._sync.delay_steps:
@@ -491,7 +513,7 @@ class PeerTraining(Callback):
             return self._gate.judge(self._fragment_maps[fragment], self._fragments[fragment], trial)
 
     def _apply(self, training: TrainingContext, fragment: int, pending: PendingRound) -> None:
-        """The outer step of a fragment; a peer that came too late follows, and drops or keeps what it has learnt."""
+        """Do the outer step of a fragment. A peer that was not counted follows, and drops or keeps its own progress."""
         assert self.outer is not None
         agreed, means = pending.finish()
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
@@ -501,12 +523,14 @@ class PeerTraining(Callback):
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
+            # Sparse updates are added up rather than averaged (decision 0058), so the scale depends on their number.
             scale = self._sync.update_scale(sum(tokens > 0.0 for tokens in agreed.weights.values()))
             self.outer.step(dict(zip(places, means, strict=True)), scale=scale)
             if self._gate is not None:
                 self._gate.settle()
             if is_counted or self._sync.late == "drop":
-                is_last = training.step >= self._batch_plan.steps  # the result is the shared weights, not a peer's own
+                # The run's result is the shared weights, without a share of this peer's own.
+                is_last = training.step >= self._batch_plan.steps
                 self.outer.mix_in(places, local_share=0.0 if is_last else self._sync.local_share)
             else:
                 self.outer.carry(dict(zip(places, before, strict=True)))
@@ -517,11 +541,11 @@ class PeerTraining(Callback):
         self._mark_boundary(training.step)
 
     def _note_dealt(self, step: int) -> None:
-        """Note how much every member was dealt in a step that each takes alone."""
+        """Note the samples that every member was dealt in a step that each takes alone."""
         self.ledger.note_dealt(self._deal(step), fragments=len(self._fragments))
 
     def _next_exchange(self, step: int) -> int:
-        """The next step at which a fragment is due, or the end."""
+        """Return the next step at which a fragment is due, or the last step."""
         sync, total = self._sync, self._batch_plan.steps
         while (
             step < total
@@ -531,23 +555,25 @@ class PeerTraining(Callback):
         return step
 
     def _is_waited_for(self, step: int) -> bool:
-        """Whether a quorum of the others stands at the next exchange: then this peer brings what it has."""
-        there = self._next_exchange(step)
+        """Return True if a quorum of the others has reached the next exchange, so that this peer sends what it has."""
+        exchange_step = self._next_exchange(step)
         count = 0
-        if self._link is not None and self._sync.quorum and step < there:
-            count = sum(one.step >= there for peer, one in self._link.progress().items() if peer != self.id)
+        if self._link is not None and self._sync.quorum and step < exchange_step:
+            count = sum(
+                progress.step >= exchange_step for peer, progress in self._link.progress().items() if peer != self.id
+            )
         is_waited_for = bool(self._sync.quorum) and count >= min(self._sync.quorum, max(1, len(self.members) - 1))
         return bool(spread_object(is_waited_for))
 
     def on_end(self, training: TrainingContext, state: str) -> None:
-        """Report what the held-out gate cost, and leave the group, so that no peer waits for this one."""
+        """Record the cost of the held-out gate, and leave the group, so that no peer waits for this one."""
         if self._gate is not None and self._gate.rounds and self._link is not None:
             training.events.write("peer", step=training.step, kind="gate", text=self._gate.cost)
         if self._link is not None:
             self._link.leave()
 
     def close(self) -> None:
-        """Give up the group, whatever happened."""
+        """Close the group in any case."""
         self.exchange.close()
         if self._link is not None:
             self._link.close()
@@ -556,6 +582,6 @@ class PeerTraining(Callback):
 def _weighted_mean(
     before: Sequence[torch.Tensor], weight: float, mean: Sequence[torch.Tensor], added: float
 ) -> list[torch.Tensor]:
-    """Of two means, in host memory; the same bits on every peer."""
+    """Return the weighted mean of two means, in host memory; the same bits on every peer."""
     share = added / (weight + added)
     return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]

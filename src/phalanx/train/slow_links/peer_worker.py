@@ -1,8 +1,8 @@
-"""The process of a peer that is one rank: opens its group, trains, and leaves politely when asked to stop.
+"""The process of a one-rank peer: opens its group, trains, and leaves the group when asked to stop.
 
     python -m phalanx.train.slow_links.peer_worker RUN PARENT [--allow-code]
 
-It ends with the process PARENT, which started it and follows it.
+It ends when PARENT, the process that started it and waits for it, ends.
 
 A peer that is a mesh has an agent and ranks as any run has; its rank 0 opens the group (train/worker.py).
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PeerStop:
-    """The first Ctrl-C or SIGTERM asks for an end after the step; the second ends the process."""
+    """Signal handler: the first Ctrl-C or SIGTERM requests an end after the step, the second ends the process."""
 
     def __init__(self) -> None:
         self.stopping = False
@@ -47,7 +47,7 @@ class PeerStop:
 def join_training(
     session: PeerSession | None, plan: Plan, events: EventWriter, stop: Callable[[], bool]
 ) -> PeerTraining:
-    """The peer of a rank whose process group is made; `session` is open on rank 0, and None on the others."""
+    """Return the peer's callback for a rank whose process group exists; `session` is None on ranks other than 0."""
     from phalanx.train.slow_links.peer_training import PeerTraining
 
     patience_s = plan.job.comm.init_timeout_s
@@ -83,7 +83,7 @@ def join_training(
 
 
 def _drilled_group(session: PeerSession) -> GroupLink:
-    """The group itself, but for drills."""
+    """Return the session's group, wrapped to inject faults if the run is a drill."""
     if session.run.launch().get("drill") is not True:
         return session.group
     from phalanx.train.drill.peer_inject import faulty_group
@@ -92,7 +92,7 @@ def _drilled_group(session: PeerSession) -> GroupLink:
 
 
 def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) -> str:
-    """Train in this process until the run is done or `stop` says so; how it ended."""
+    """Train in this process until the run is done or `stop` returns True; return the final state of the run."""
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     if run.launch().get("drill") is True:
         from phalanx.train.drill.peer_inject import shift_clocks
@@ -100,7 +100,8 @@ def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) 
         shift_clocks(run)
     session = PeerSession(run, plan.job)
     try:
-        from phalanx.train.lone_rank import train_lone_rank  # after the group is open: torch takes seconds to import
+        # Imported after the group is open, because torch takes seconds to import.
+        from phalanx.train.lone_rank import train_lone_rank
 
         return train_lone_rank(
             run,
@@ -114,7 +115,7 @@ def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) 
 
 
 def main(arguments: list[str]) -> int:
-    """Train the peer of a run folder; the exit code of the process."""
+    """Train the peer of a run folder, and return the exit code of the process."""
     die_with(int(arguments[1]))
     requests = PeerStop()
     try:

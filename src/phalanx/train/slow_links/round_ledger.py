@@ -1,6 +1,6 @@
-"""What committed rounds say, which all peers know alike: who takes part, what each has learnt, and how fast each is.
+"""Ledger of committed rounds, the same on all peers: members, samples learnt from, and paces.
 
-From it follows which samples a peer is dealt. Nothing here follows from the time at which a peer hears of something.
+The samples that a peer is dealt follow from it. Nothing here depends on the time at which a message arrives.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from phalanx.train.data.batches import BatchPlan
 from phalanx.train.slow_links.peer_exchange import AgreedRound
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples
 
-MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
-SMOOTHING = 0.3  # of a peer's pace: what one step adds to what was known
-LEAST_TIMED_S = 1e-3
+MOST_MISSED = 3  # consecutive rounds without a peer, after which it is dealt no more samples
+SMOOTHING = 0.3  # weight of the newest step in a peer's pace
+LEAST_TIMED_S = 1e-3  # shorter times are taken as this, so that a pace stays finite
 
 
 class RoundLedger:
-    """Of one rank of a peer; the same on all of them."""
+    """The ledger of one rank of a peer; the same on all ranks of all peers."""
 
     def __init__(self, *, waits_for_all: bool) -> None:
-        self._waits_for_all = waits_for_all  # without: a quorum is enough for a round
+        self._waits_for_all = waits_for_all  # False: a quorum is enough for a round
         self.members: tuple[str, ...] = ()
         self.credit: dict[str, int] = {}  # samples that each peer's updates counted for, by id
-        self.paces: dict[str, float] = {}  # samples a second that each said it learns from, in the last round
-        self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
-        # Samples dealt and not counted yet, by fragment and peer; None after a checkpoint that does not have them.
+        # Samples per second that each peer reported in the last round.
+        self.paces: dict[str, float] = {}
+        # Consecutive rounds that a member was late for, with a quorum.
+        self._missed: dict[str, int] = {}
+        # Samples dealt and not counted yet, by fragment and peer; None after restoring a checkpoint without them.
         self._owed: dict[int, dict[str, int]] | None = {}
         self._dealt: dict[str, Ranges] = {}
         self._dealt_step = -1
 
     def deal(self, plan: BatchPlan, step: int, *, by_pace: bool) -> dict[str, Ranges]:
-        """Each member's samples of a step: in proportion to its pace, or alike."""
+        """Return each member's samples of a step: in proportion to its pace, or in equal parts."""
         if step != self._dealt_step:
             first, count = plan.at(step)
             paces = self.paces if by_pace else {}
@@ -40,18 +42,19 @@ class RoundLedger:
         return self._dealt
 
     def agree(self, agreed: AgreedRound, *, sequence: int, is_update: bool) -> None:
-        """A round is committed: who takes part from now on, and whose samples count."""
-        if not self._waits_for_all:  # also those that were late a few times
-            gone = {*agreed.members, *agreed.dropped}
-            missed = {one: self._missed.get(one, 0) + 1 for one in self.members if one not in gone}
-            self._missed = {one: count for one, count in missed.items() if count < MOST_MISSED}
+        """Enter a committed round: update members, paces, and the samples counted for each peer."""
+        # With a quorum, members stay that were late for fewer than MOST_MISSED rounds.
+        if not self._waits_for_all:
+            present = {*agreed.members, *agreed.dropped}
+            missed = {peer: self._missed.get(peer, 0) + 1 for peer in self.members if peer not in present}
+            self._missed = {peer: count for peer, count in missed.items() if count < MOST_MISSED}
         self.members = tuple(sorted({*agreed.members, *self._missed}))
         self.paces = dict(agreed.paces)
         for peer, tokens in agreed.weights.items() if is_update else ():
             self.credit[peer] = self.credit.get(peer, 0) + round(tokens / sequence)
 
     def note_dealt(self, dealt: Mapping[str, Ranges], *, fragments: int) -> None:
-        """Add what each member was dealt in a step whose update is exchanged later, by fragment."""
+        """Add the samples that each member was dealt in a step whose update is exchanged later, to every fragment."""
         for fragment in range(fragments if self._owed is not None else 0):
             assert self._owed is not None
             owed = self._owed.setdefault(fragment, {})
@@ -59,20 +62,20 @@ class RoundLedger:
                 owed[peer] = owed.get(peer, 0) + count_samples(samples)
 
     def weight_limits(self, fragment: int, *, sequence: int) -> dict[str, float] | None:
-        """Return the most tokens that each member's next update of a fragment can count for, by id, where known."""
+        """Return the most tokens that each member's next update of a fragment can count for, by id; None if unknown."""
         if self._owed is None:
             return None
         return {peer: float(samples * sequence) for peer, samples in self._owed.get(fragment, {}).items()}
 
     def settle_dealt(self, fragment: int, agreed: AgreedRound, *, keeps_late: bool) -> None:
-        """A fragment was exchanged: those who were counted begin anew, and the others too unless late ones are kept."""
+        """Clear the samples owed of an exchanged fragment; with `keeps_late`, not for members that were not counted."""
         self._owed = {} if self._owed is None else self._owed
         owed = self._owed.pop(fragment, {})
         if keeps_late:
             self._owed[fragment] = {peer: samples for peer, samples in owed.items() if peer not in agreed.weights}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, and for a newcomer."""
+        """Return the ledger for a checkpoint or a newcomer."""
         return {
             "members": list(self.members),
             "credit": dict(self.credit),
@@ -84,12 +87,13 @@ class RoundLedger:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """As `state` said."""
+        """Restore the ledger from `state`."""
         self._dealt_step = -1
         self.members = tuple(state["members"])
         self.credit = {str(peer): int(count) for peer, count in state["credit"].items()}
         self._missed = {str(peer): int(count) for peer, count in state.get("missed", {}).items()}
         self.paces = {str(peer): float(pace) for peer, pace in state.get("paces", {}).items()}
+        # None: weights are then limited together with the norms (`screening.screen_ready`), and not by the deal.
         self._owed = None
         if state.get("owed") is not None:
             self._owed = {
@@ -99,21 +103,21 @@ class RoundLedger:
 
 
 class PaceMeter:
-    """How many samples a second this peer learns from while it waits for nobody."""
+    """Measures how many samples per second this peer learns from, without the time that it waits for others."""
 
     def __init__(self) -> None:
         self.samples_per_s = 0.0  # 0: not known yet
         self._since: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """Nothing is waited for from now on."""
+        """Start timing, as a wait has ended."""
         self._since = now_s
 
     def end(self, samples: int, now_s: float) -> None:
-        """So many samples were learnt from since `begin`; the next wait begins."""
+        """Stop timing, as the next wait begins; `samples` were learnt from since `begin`."""
         since, self._since = self._since, None
         if since is None or not samples:
             return
-        found = samples / max(LEAST_TIMED_S, now_s - since)
-        known = self.samples_per_s
-        self.samples_per_s = found if not known else known + SMOOTHING * (found - known)
+        measured = samples / max(LEAST_TIMED_S, now_s - since)
+        previous = self.samples_per_s
+        self.samples_per_s = measured if not previous else previous + SMOOTHING * (measured - previous)

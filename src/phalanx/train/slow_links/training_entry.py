@@ -1,4 +1,4 @@
-"""How a peer's training enters its group: whom it joins, who must be there before it trains, whose state it takes."""
+"""Entry of a peer's training into its group: joining, waiting for the other peers, and taking the group's state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from phalanx.peers.view_agreement import is_majority
 from phalanx.train.slow_links.peer_exchange import GroupLink
 from phalanx.units import plural
 
-POLL_S = 0.05  # between looks at who has joined
-FETCH_S = 600.0  # for the whole state; a peer that stalls is given up much earlier
+POLL_S = 0.05  # between checks of the membership
+# For the whole state; a peer that stalls is given up after `state_transfer.STALL_S`.
+FETCH_S = 600.0
 
 
 class TrainingEntry:
-    """Of rank 0 of a peer; the arguments are those of `PeerTraining`."""
+    """The entry of a peer's rank 0 into its group; the arguments are those of `PeerTraining`."""
 
     def __init__(
         self,
@@ -37,7 +38,10 @@ class TrainingEntry:
         self._stop, self._patience_s = stop, patience_s
 
     def join_group(self, round_number: int) -> MemberView:
-        """Join where others may be; found the group where there are none, or nobody answers and this peer may."""
+        """Join the group through the known addresses.
+
+        The peer founds the group if there are no addresses, or if no peer answers and it may found one.
+        """
         link = self._link
         if self._addresses:
             try:
@@ -49,7 +53,7 @@ class TrainingEntry:
         return link.join((), first_round=round_number)
 
     def _join_until_stopped(self, patience_s: float) -> MemberView:
-        """Join through one of the addresses; whoever is asked to stop meanwhile does not wait for an answer."""
+        """Join through one of the addresses; raises SystemFailure at once if this peer is asked to stop meanwhile."""
         answer: Future[MemberView] = Future()
 
         def ask() -> None:
@@ -58,18 +62,18 @@ class TrainingEntry:
             except BaseException as error:
                 answer.set_exception(error)
 
-        # A daemon: closing the group, which follows a stop, leaves the call without an answer.
+        # A daemon thread: after a stop the group is closed, and the call may never return.
         threading.Thread(target=ask, name="peer-join", daemon=True).start()
         while not answer.done():
             if self._stop():
                 tried = ", ".join(f"{host}:{port}" for host, port in self._addresses)
-                what = f"was stopped before a peer of the run had answered at {tried}"
-                raise SystemFailure(Problem(where="join", what=what, fix="join again when one of them is up"))
+                problem = f"was stopped before a peer of the run had answered at {tried}"
+                raise SystemFailure(Problem(where="join", what=problem, fix="join again when one of them is up"))
             wait((answer,), POLL_S)
         return answer.result()
 
     def wait_for_peers(self, round_number: int) -> None:
-        """Until as many are here as the job says, the group has begun, or patience is at its end."""
+        """Wait until the job's number of peers is present, the group has begun to train, or patience has run out."""
         until_s = time.monotonic() + self._patience_s
         while time.monotonic() < until_s and not self._stop():
             view = self._link.view()
@@ -78,18 +82,19 @@ class TrainingEntry:
             time.sleep(POLL_S)
 
     def check_majority(self, round_number: int, members: Sequence[str]) -> None:
-        """Raise SystemFailure unless most of those that a restarted peer was with are here, or already train on.
+        """Raise SystemFailure unless a majority of a restarted peer's former members is present, or training on.
 
-        Else the others may be training where it cannot reach them, and the same rounds would be committed twice.
+        Otherwise the others may be training where this peer cannot reach them, and the same rounds would be committed
+        twice.
         """
-        view, known = self._link.view(), [one for one in members if self._is_allowed(one)]
-        here = [one.id for one in view.members]
-        if view.next_round > round_number or not known or is_majority(known, here) or self._stop():
+        view, earlier = self._link.view(), [peer for peer in members if self._is_allowed(peer)]
+        present = [member.id for member in view.members]
+        if view.next_round > round_number or not earlier or is_majority(earlier, present) or self._stop():
             return
         raise SystemFailure(
             Problem(
                 where="peers",
-                what=f"{len(set(known) & set(here))} of the {plural(len(known), 'peer')} of the last round came "
+                what=f"{len(set(earlier) & set(present))} of the {plural(len(earlier), 'peer')} of the last round came "
                 f"within {self._patience_s:g} s",
                 why="the others may be training on where this peer cannot reach them",
                 fix="start the others, or join one of them; for those gone for good, phalanx peers revoke RUN PEER",
@@ -97,13 +102,13 @@ class TrainingEntry:
         )
 
     def fetch_state(self, most_bytes: Mapping[str, int]) -> dict[str, bytes]:
-        """From whoever has it, of this job's tensors; a group that cannot be reached is asked again for a while."""
+        """Fetch the state of this job's tensors from the group, repeatedly until patience has run out."""
         until_s = time.monotonic() + self._patience_s
         while True:
-            found: dict[str, bytes] = {}
+            tensors: dict[str, bytes] = {}
             try:
-                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S, most_bytes=most_bytes)
-                return found
+                self._link.fetch_state(tensors.__setitem__, timeout_s=FETCH_S, most_bytes=most_bytes)
+                return tensors
             except SystemFailure:
                 if time.monotonic() > until_s or self._stop():
                     raise

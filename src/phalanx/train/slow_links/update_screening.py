@@ -1,4 +1,7 @@
-"""Loss-drop screening (Covenant-72B's Gauntlet, arXiv:2603.08163): an update that raises the loss is left out."""
+"""Screening of updates by loss: an update that raises the held-out loss is left out.
+
+As in Covenant-72B's Gauntlet (arXiv:2603.08163).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from phalanx.train.evaluate import HeldoutScorer
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_vector import VectorMap
 
-SEQUENCES = 8  # held-out ones that an update is scored on
-RISE = 0.01  # of the loss: an update that raises it by more has learnt nothing that is of use
+SEQUENCES = 8  # held-out sequences that an update is scored on
+RISE = 0.01  # largest relative rise of the loss; an update above it is useless
 
 
 class LossScreen:
-    """Scores updates of weights by what they do to the loss. Only while training waits: it changes the weights."""
+    """Scores updates of weights by the loss they cause; only to be used while training waits.
+
+    It changes the engine's weights, and restores them.
+    """
 
     def __init__(self, engine: Engine, outer: OuterOptimizer, folders: Sequence[Path]) -> None:
         self._engine, self._outer = engine, outer
@@ -26,13 +32,13 @@ class LossScreen:
 
     @torch.no_grad()
     def complaint(self, vectors: VectorMap, places: Sequence[int], vector: Vector) -> str | None:
-        """Why the update is left out, or None. `places` are the shards that its vector is of."""
+        """Return the reason to leave an update out, or None; `places` are the shards that its vector consists of."""
         shards = [self._engine.shards[place] for place in places]
         own = [shard.tensor.clone() for shard in shards]
         shared = [self._outer.weights[place] for place in places]
         try:
             before = self._loss_with(places, shared)
-            moved = [weight - part.to(weight) for weight, part in zip(shared, vectors.spread(vector), strict=True)]
+            moved = [weight - update.to(weight) for weight, update in zip(shared, vectors.spread(vector), strict=True)]
             after = self._loss_with(places, moved)
         finally:
             for shard, tensor in zip(shards, own, strict=True):
@@ -43,6 +49,7 @@ class LossScreen:
         return f"it raises the loss on held-out text from {before:.3f} to {after:.3f}"
 
     def _loss_with(self, places: Sequence[int], weights: Sequence[torch.Tensor]) -> float | None:
+        """Return the held-out loss with some shards replaced; None if nothing is held out."""
         for place, weight in zip(places, weights, strict=True):
             self._engine.shards[place].tensor.copy_(weight)
         self._engine.publish()
