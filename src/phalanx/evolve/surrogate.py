@@ -32,7 +32,7 @@ class Surrogate:
     axes: tuple[SearchAxis, SearchAxis]
 
     def predict(self, features: Floats) -> Floats:
-        """Predict all targets of candidates, [candidate, target]; fitness and logarithmic axes as natural logarithms."""
+        """Predict all targets of candidates, [candidate, target]; fitness and logarithmic axes as their logarithms."""
         table = np.hstack(((features - self.mean) / self.scale, np.ones((len(features), 1))))
         predicted: Floats = table @ self.weights
         return predicted

@@ -1,8 +1,9 @@
-"""silu(gate) · up and its gradients straight into rows of fp8: neither is ever written in 16 bit.
+"""silu(gate) · up and its gradients, written straight to rows of fp8: neither is ever written in 16 bit.
 
-Gate and up lie side by side, as one product of an input with both matrices gives them, and so do their gradients: one
-scale for both halves of a row, for the one product that brings them back. Forward reads 4 bytes per element of the
-product and writes 1; backward reads 6 and writes 2, where plain operations write and read again 4 in 16 bit.
+Gate and up are the two halves of each row, as one product of the input with both matrices computes them, and so are
+their gradients: one scale for both halves of a row, for the one product of backward. Forward reads 4 bytes per
+element of the product and writes 1; backward reads 6 and writes 2, where plain operations would also write and reread
+4 bytes in 16 bit.
 
 Error: that of `float8_rows.py` on top of float32's own. T tokens, F MLP width.
 """
@@ -30,15 +31,17 @@ torch.library.define("phalanx::float8_swiglu_gradient_rows", "(Tensor grad, Tens
 
 
 def float8_swiglu_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded rows of silu(gate) · up, [T, F], and their scales, [T, 1], from gate and up side by side, [T, 2F]."""
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_rows(gate_up)
-    return found
+    """Return rounded rows of silu(gate) · up, [T, F], and their scales, [T, 1]; `gate_up` is [T, 2F]."""
+    rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_rows(gate_up)
+    return rounded_and_scale
 
 
 def float8_swiglu_gradient_rows(grad_TF: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded rows of both gradients side by side, [T, 2F], and their scales, from the gradient of the product."""
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_gradient_rows(grad_TF, gate_up)
-    return found
+    """Return rounded rows of the gradients of gate and up, [T, 2F], and their scales, from the gradient of the
+    product.
+    """
+    rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_gradient_rows(grad_TF, gate_up)
+    return rounded_and_scale
 
 
 @torch.library.impl("phalanx::float8_swiglu_rows", ("cpu", "cuda"))
