@@ -177,11 +177,13 @@ def kernel_lines(engine: Engine) -> list[str]:
     tokens = layout.micro_batch * settings.sequence // layout.context
     lines = []
     if settings.chunks_loss(shape, device):
-        chunk, size_V = int(loss_chunk(tokens, shape.vocab)), shape.vocab * size
+        chunk, each = int(loss_chunk(tokens, shape.vocab)), shape.vocab * size
         if chunk < tokens:
-            note = f"logits of {chunk:,} tokens at a time, {format_bytes(chunk * size_V)} of {format_bytes(tokens * size_V)}"
+            note = (
+                f"logits of {chunk:,} tokens at a time, {format_bytes(chunk * each)} of {format_bytes(tokens * each)}"
+            )
         else:
-            note = f"logits become their gradient in place, {format_bytes(tokens * size_V)}"
+            note = f"logits become their gradient in place, {format_bytes(tokens * each)}"
         lines.append(f"head and loss: {note}")
     elif settings.fp8_head:
         lines.append("head and loss: in 16 bit; fp8 needs a loss in parts (train.lean, no tensor or pipeline ranks)")

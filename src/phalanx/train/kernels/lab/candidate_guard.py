@@ -73,9 +73,7 @@ HANDLING_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTiming:
-    """Seconds of one call at one shape, forward and backward where there are gradients; `seconds` is the official
-    time.
-    """
+    """Seconds of one call at one shape, with backward where there are gradients; `seconds` is the official time."""
 
     shape: Shape
     dtype: str
@@ -183,9 +181,7 @@ def judge_candidate(
 def _timed_batches(
     op: KernelOp, shape: Shape, dtype: torch.dtype, device_type: str, random_source: random.Random
 ) -> list[list[KernelCase]]:
-    """Draw the cases of both timed processes; each call has the next pattern of values, in an order no kernel can
-    know.
-    """
+    """Draw the cases of both timed processes; each call has the next pattern of values, in a random order."""
     patterns = op_patterns(op)
     random_source.shuffle(patterns)
     endless = itertools.cycle(patterns)
@@ -232,9 +228,7 @@ class _CandidateTrial:
     # ---- one process after the other ---------------------------------------------------------------------------------
 
     def judge_values(self, batches: Sequence[Sequence[KernelCase]]) -> tuple[float, int]:
-        """Run all batches in one process, then compare; return the worst error over the allowed one and the number of
-        cases.
-        """
+        """Run all batches in one process, then compare; return the worst error ratio and the number of cases."""
         answers = self._run_batches(batches)
         return max(map(self._compare, answers)), sum(map(len, batches))
 
@@ -287,8 +281,8 @@ class _CandidateTrial:
         return timing, worst
 
     def _run_batches(self, batches: Sequence[Sequence[KernelCase]], *, timed: bool = False) -> list[_CandidateAnswer]:
-        """Run batches in one new process, after compiling Triton kernels in another; raise RefusedError for what it
-        tried.
+        """Run batches in one new process, after compiling Triton kernels in another; raise RefusedError on a
+        violation.
         """
         self._make_arena(batches)
         if self.device.type == "cuda" and "triton" in self.source:
@@ -455,9 +449,7 @@ class _CandidateTrial:
         )
 
     def _compare(self, answer: _CandidateAnswer) -> float:
-        """Compute the exact results, now that the candidate's process is gone; return the worst error over the
-        allowed one.
-        """
+        """Compute the exact results, now that the candidate's process is gone; return the worst error ratio."""
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
             wanted = self._asked(case)
