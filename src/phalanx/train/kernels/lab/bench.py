@@ -1,4 +1,4 @@
-"""`phalanx kernels bench`: times an operation's variants, eager PyTorch and torch.compile against the speed of light."""
+"""`phalanx kernels bench`: times an operation's variants, eager PyTorch and torch.compile; plots them in a roofline."""
 
 from __future__ import annotations
 

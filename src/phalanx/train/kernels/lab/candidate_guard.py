@@ -281,7 +281,7 @@ class _CandidateTrial:
         return timing, worst
 
     def _run_batches(self, batches: Sequence[Sequence[KernelCase]], *, timed: bool = False) -> list[_CandidateAnswer]:
-        """Run batches in one new process, after compiling Triton kernels in another; raise RefusedError on a
+        """Compile Triton kernels where needed, then run batches in one new process; raise RefusedError on a
         violation.
         """
         self._make_arena(batches)
