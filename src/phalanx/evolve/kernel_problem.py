@@ -43,9 +43,11 @@ class KernelProblem:
     op: str
     device: str  # cuda or cpu
     shape: Mapping[str, int]
-    about: Mapping[str, Any]  # device name, driver, versions: another machine is another problem, as its times differ
+    # Device name, driver, versions: another machine is another problem, as its times differ.
+    about: Mapping[str, Any]
     evaluator: Evaluator
-    allows_source: bool = False  # whether the evaluator accepts sources that are not from the templates
+    # Whether the evaluator accepts sources that are not from the templates.
+    allows_source: bool = False
     name: str = "kernels"
     batch: int = BATCH
     axes: tuple[SearchAxis, SearchAxis] = field(init=False, repr=False)

@@ -17,7 +17,8 @@ from phalanx.evolve.surrogate import expected_gain, fit_surrogate
 
 RANDOM_SHARE = 0.1  # of the evaluations, at the start: the surrogate model is first fitted to these
 CHILDREN = 20  # bred for each one that is evaluated, where a surrogate model ranks them
-UNRANKED_SHARE = 0.2  # of a batch: neighbours of the fittest, chosen without the model, which may be wrong
+# Of a batch: neighbours of the fittest, chosen without the model, which may be wrong.
+UNRANKED_SHARE = 0.2
 FITTEST = 5  # elites whose neighbours these are
 CROSSED_SHARE = 0.3  # of the children
 NEW_SHARE = 0.1  # of the children: random ones without a parent

@@ -59,8 +59,10 @@ BASE_GENES = {
     "micro": "micro_batch",
     "chunks": "vpp",
 }  # gene: column of the space's table
-BYTE_EDGES = tuple(10.0 ** (6 + half / 2) for half in range(CELLS - 1))  # 1 MB to 10 TB per step, two per decade
-FIXED_WEIGHT = 50.0  # in a repair: weight of a gene that was changed on purpose; one that may follow has 1
+# 1 MB to 10 TB per step, two per decade.
+BYTE_EDGES = tuple(10.0 ** (6 + half / 2) for half in range(CELLS - 1))
+# In a repair: weight of a gene that was changed on purpose; one that may follow has 1.
+FIXED_WEIGHT = 50.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +93,7 @@ class PeerSpace:
 
     @cached_property
     def noise(self) -> NDArray[np.float32]:
-        """Random tie-breakers between equally near rows; twice as many as rows, so that a window can begin at any
-        row.
-        """
+        """Random tie-breakers between equally near rows; twice as many as rows, so that a window may start anywhere."""
         drawn = np.random.default_rng(0).random(2 * self.table.shape[1])
         noise: NDArray[np.float32] = (0.5 * drawn).astype(np.float32)
         return noise
@@ -204,8 +204,8 @@ class PlanProblem:
             base = int(rng.integers(peer_space.space.base["tp"].size))
             choices = peer_space.legal_choices(base)
             if choices.size:
-                wanted = {"codec": _pick(rng, CODECS), "h": _pick(rng, self.inner_steps or (1,))}
-                return self._genome(peer_space, base, int(rng.choice(choices)), wanted)
+                exchange = {"codec": _pick(rng, CODECS), "h": _pick(rng, self.inner_steps or (1,))}
+                return self._genome(peer_space, base, int(rng.choice(choices)), exchange)
 
     def _genome(self, part: PeerSpace, base: int, choice: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate of a base row and a choice row; codec and H come from `wanted`."""
@@ -302,14 +302,14 @@ class PlanProblem:
             exchanges = [{"codec": codec, "h": h} for codec in CODECS for h in self.inner_steps]
             for base in range(peer_space.space.base["tp"].size):
                 for choice in peer_space.legal_choices(base):
-                    for wanted in exchanges if peer_space.peers > 1 else ({},):
-                        yield self._genome(peer_space, base, int(choice), wanted)
+                    for exchange in exchanges if peer_space.peers > 1 else ({},):
+                        yield self._genome(peer_space, base, int(choice), exchange)
 
     # ---- evaluation by the planner -----------------------------------------------------------------------------------
 
     @cached_property
     def _rows(self) -> dict[int, tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]]]:
-        """By number of peers: base rows and choice rows by their values."""
+        """Base rows and choice rows by their values, for each number of peers."""
         rows = {}
         for peers, peer_space in self.spaces.items():
             base = np.stack([peer_space.space.base[name] for name in (*BASE_GENES.values(), "schedule")], axis=1)

@@ -20,9 +20,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchAxis:
-    """One axis of the grid: cell i holds values from edge i - 1 (included) to edge i; the first and last cell are
-    open.
-    """
+    """One axis of the grid: cell i holds values from edge i - 1 (included) to edge i; the outer cells are open."""
 
     name: str
     edges: tuple[float, ...]

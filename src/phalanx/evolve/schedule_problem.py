@@ -35,7 +35,8 @@ class ScheduleProblem:
 
     times: StageTimes
     micro_batches: int
-    split: bool = True  # backward may be split into I (gradient of the input) and W (gradient of the weights)
+    # Backward may be split into I (gradient of the input) and W (gradient of the weights).
+    split: bool = True
     name: str = "schedules"
     batch: int = BATCH
 
@@ -204,9 +205,9 @@ def _moved(order: str, rng: np.random.Generator) -> str:
     """Move one action of an order to another place, most often a near one."""
     place = int(rng.integers(len(order)))
     target = place + int(rng.choice((-1, 1))) * int(rng.geometric(0.35))
-    kind, rest = order[place], order[:place] + order[place + 1 :]
-    target = min(max(target, 0), len(rest))
-    return rest[:target] + kind + rest[target:]
+    kind, shortened = order[place], order[:place] + order[place + 1 :]
+    target = min(max(target, 0), len(shortened))
+    return shortened[:target] + kind + shortened[target:]
 
 
 def _shifted_weights(order: str, rng: np.random.Generator) -> str:
@@ -234,7 +235,8 @@ def greedy_orders(
     """
     ranks = len(times.forward)
     clock, orders = [0.0] * ranks, [""] * ranks
-    forward: list[list[float]] = [[] for _ in range(ranks)]  # [rank][micro-batch], the time when it was done
+    # [rank][micro-batch], the time when it was done.
+    forward: list[list[float]] = [[] for _ in range(ranks)]
     backward: list[list[float]] = [[] for _ in range(ranks)]
     pending = [0] * ranks
     while True:
@@ -248,6 +250,7 @@ def greedy_orders(
                 returns = backward[rank + 1][done_b : done_b + 1] if rank < ranks - 1 else [-times.send]
                 kind = "I" if split[rank] else "B"
                 options += [(max(clock[rank], done_at + times.send), not backward_first, kind) for done_at in returns]
+            # A W fills time in which the rank would wait, or runs once too many of them are pending.
             if pending[rank] and (
                 pending[rank] >= pending_most[rank] or not options or min(options)[0] > clock[rank] + 1e-9
             ):

@@ -36,7 +36,8 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-CODECS = {"int8": (INT8_BLOCK, 127), "int4": (INT4_BLOCK, 7)}  # values under one scale, the largest whole number
+# Codec: values under one scale, and the largest code.
+CODECS = {"int8": (INT8_BLOCK, 127), "int4": (INT4_BLOCK, 7)}
 VALUES = 4096  # values per program
 
 torch.library.define("phalanx::encode_blocks", "(Tensor values, str codec) -> Tensor")
@@ -195,7 +196,8 @@ def _decode_results(codec: str, results: Outputs, inputs: Inputs) -> Outputs:
     if codec == "int4":
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1)
         numbers = torch.where(halves > 0, halves.double() - 8.0, torch.nan)[:count]
-        numbers[-1:] += torch.where(halves[count:] == 0, 0.0, torch.nan).sum()  # the unused half byte must be zero
+        # The unused half byte must be zero.
+        numbers[-1:] += torch.where(halves[count:] == 0, 0.0, torch.nan).sum()
     else:
         numbers = torch.where(codes != -128, codes.double(), torch.nan)
     wide = torch.where(scales >= 0, scales.double(), torch.nan)

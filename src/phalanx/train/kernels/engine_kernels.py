@@ -42,7 +42,8 @@ class StepKernels:
     optimizer: KernelChoice | None = None
     attention: KernelChoice | None = None
     layers: LayerKernels | None = None
-    layer: KernelChoice | None = None  # a whole compiled layer, which has one variant: timed for the promise only
+    # A whole compiled layer, which has one variant: timed for the promise only.
+    layer: KernelChoice | None = None
     float8: KernelChoice | None = None  # a whole layer in fp8
     float8_head: KernelChoice | None = None
 
@@ -57,10 +58,10 @@ class StepKernels:
         """Return the sum of the measured times of a step's parts, or None if one of them was not measured."""
         layer = self.float8 or self.layer
         head = self.float8_head or (self.layers.choices.get(LOSS) if self.layers is not None else None)
-        times = [one.time_ms if one is not None else None for one in (layer, head, self.optimizer)]
+        times = [choice.time_ms if choice is not None else None for choice in (layer, head, self.optimizer)]
         if None in times:
             return None
-        layer_ms, head_ms, optimizer_ms = (one for one in times if one is not None)
+        layer_ms, head_ms, optimizer_ms = (time_ms for time_ms in times if time_ms is not None)
         return StepPromise(
             layers_ms=layers * micro_batches * layer_ms, head_ms=micro_batches * head_ms, optimizer_ms=optimizer_ms
         )

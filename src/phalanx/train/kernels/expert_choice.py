@@ -73,7 +73,7 @@ def choose_in_layer(
             timings = time_in_turn(calls, device, rounds=10, flushes=FLUSHES)
         calls.clear()
         torch.cuda.empty_cache()
-        torch._dynamo.reset()  # the versions compiled here count against the limit of a block's own
+        torch._dynamo.reset()  # versions compiled here would count towards the recompile limit of the model's blocks
         return {BUILTIN: Timing(median_ms=math.inf)} | timings
 
     return choose_measured(op.name, key, [BUILTIN, OURS], measure, folder=folder)

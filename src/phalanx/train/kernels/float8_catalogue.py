@@ -32,7 +32,8 @@ from phalanx.train.kernels.kernel_op import (
 )
 
 EPS = 1e-5
-BOUND = 0.0625 * 1.02  # 1/16 of the row's largest; 2 % more, because the rounded number was computed in float32
+# 1/16 of the row's largest; 2 % more, because the rounded number was computed in float32.
+BOUND = 0.0625 * 1.02
 # The transposed copy has one scale for all rows: small rows are rounded to e4m3's smallest number, 2⁻⁹ of a scale, of
 # which the largest element is 448.
 STEP = 2.0**-9 / 448 * 0.5 * 1.02
@@ -40,9 +41,9 @@ Rounded = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, their scales, the trans
 
 
 def _both_copies(rows: Tensor, scale: Tensor) -> Rounded:
-    """Return rows, scales, transposed copy and its scale, where the transposed copy is made from the rounded rows."""
-    whole = scale.amax()
-    return rows, scale, turned_rows(rows, scale, whole), whole
+    """Return rows, scales, the transposed copy made from the rounded rows, and its scale."""
+    matrix_scale = scale.amax()
+    return rows, scale, turned_rows(rows, scale, matrix_scale), matrix_scale
 
 
 def _plain_copies(value: Tensor) -> Rounded:
@@ -133,8 +134,8 @@ def _draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, see
 
 def _draw_small(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
     """Draw gradients of 1e-8, the size of a mean over millions of tokens: a scale with a floor would lose them."""
-    first, *rest = _draw(name, shape, dtype, device, seed)
-    return first * 2.0**-26, *rest
+    first, *remaining = _draw(name, shape, dtype, device, seed)
+    return first * 2.0**-26, *remaining
 
 
 def _count_work(name: str, shape: Shape, dtype: torch.dtype) -> KernelWork:

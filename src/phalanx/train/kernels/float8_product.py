@@ -15,7 +15,7 @@ def multiply_fp8(
 
     `fast_sums` lets the tensor cores accumulate with less than float32 precision.
     """
-    (left, left_scale), (right, right_scale) = left_MK, right_NK
+    (left_matrix, left_scale), (right_matrix, right_scale) = left_MK, right_NK
     # _scaled_mm needs scales of one kind: both per row, or both for the whole matrix.
     if left_scale.ndim or right_scale.ndim:
         left_scale, right_scale = (
@@ -23,9 +23,14 @@ def multiply_fp8(
             for matrix, scale in (left_MK, right_NK)
         )
         right_scale = right_scale.t()
-    if not left.is_cuda:  # CPUs have no fp8 products
-        return ((left.float() @ right.float().t()) * (left_scale * right_scale)).to(dtype)
+    if not left_matrix.is_cuda:  # CPUs have no fp8 products
+        return ((left_matrix.float() @ right_matrix.float().t()) * (left_scale * right_scale)).to(dtype)
     out: Tensor = torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast_sums
+        left_matrix,
+        right_matrix.t(),
+        scale_a=left_scale,
+        scale_b=right_scale,
+        out_dtype=dtype,
+        use_fast_accum=fast_sums,
     )
     return out

@@ -174,16 +174,16 @@ if triton is not None:
         row = tl.load(rows + token * stride + column, mask=column < columns, other=0).to(tl.float32)
         bits = largest_bits(row)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = tl.load(rows + token * stride + place, mask=place < columns, other=0).to(tl.float32)
                 bits = tl.maximum(bits, largest_bits(more))
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + token, scale)
         tl.store(out + token * columns + column, (row * undone).to(tl.float8e4nv), mask=column < columns)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = tl.load(rows + token * stride + place, mask=place < columns, other=0).to(tl.float32)
                 tl.store(out + token * columns + place, (more * undone).to(tl.float8e4nv), mask=place < columns)
 

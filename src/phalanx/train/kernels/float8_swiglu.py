@@ -117,16 +117,16 @@ if triton is not None:
         product = _read_product(gate_up, row * width * 2, column, width)
         bits = largest_bits(product)
         if PARTS > 1:
-            for part in range(1, PARTS):
+            for block in range(1, PARTS):
                 bits = tl.maximum(
-                    bits, largest_bits(_read_product(gate_up, row * width * 2, column + part * BLOCK, width))
+                    bits, largest_bits(_read_product(gate_up, row * width * 2, column + block * BLOCK, width))
                 )
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + row, scale)
         tl.store(out + row * width + column, (product * undone).to(tl.float8e4nv), mask=column < width)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = _read_product(gate_up, row * width * 2, place, width)
                 tl.store(out + row * width + place, (more * undone).to(tl.float8e4nv), mask=place < width)
 
@@ -147,8 +147,8 @@ if triton is not None:
         by_gate, by_up = _read_gradients(grad, gate_up, row, column, width)
         bits = tl.maximum(largest_bits(by_gate), largest_bits(by_up))
         if PARTS > 1:
-            for part in range(1, PARTS):
-                more_gate, more_up = _read_gradients(grad, gate_up, row, column + part * BLOCK, width)
+            for block in range(1, PARTS):
+                more_gate, more_up = _read_gradients(grad, gate_up, row, column + block * BLOCK, width)
                 bits = tl.maximum(bits, tl.maximum(largest_bits(more_gate), largest_bits(more_up)))
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + row, scale)
@@ -156,8 +156,8 @@ if triton is not None:
         tl.store(out + start + column, (by_gate * undone).to(tl.float8e4nv), mask=column < width)
         tl.store(out + start + width + column, (by_up * undone).to(tl.float8e4nv), mask=column < width)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more_gate, more_up = _read_gradients(grad, gate_up, row, place, width)
                 tl.store(out + start + place, (more_gate * undone).to(tl.float8e4nv), mask=place < width)
                 tl.store(out + start + width + place, (more_up * undone).to(tl.float8e4nv), mask=place < width)

@@ -49,7 +49,8 @@ class LayerKernels:
     """The chosen kernels of a model's layers, by operation."""
 
     choices: Mapping[str, KernelChoice]
-    compiled: bool  # blocks are compiled: only the last norm and the movement of tokens to experts were chosen
+    # Blocks are compiled: only the last norm and the movement of tokens to experts were chosen.
+    compiled: bool
 
     def describe(self) -> list[str]:
         """Return lines for the console.
@@ -71,25 +72,25 @@ def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) ->
     layout = settings.layout
     sequence = settings.sequence // layout.context
     tokens = layout.micro_batch * sequence
-    asked: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     if shape.norm == "rms":
-        asked[NORM] = {"tokens": tokens, "width": shape.hidden}
+        shapes[NORM] = {"tokens": tokens, "width": shape.hidden}
     if not settings.compile:
         if shape.positions == "rope":
             sizes = {"batch": layout.micro_batch, "sequence": sequence, "heads": shape.heads, "head": shape.head_dim}
-            asked[ROPE] = sizes
+            shapes[ROPE] = sizes
         if (
             shape.gated
             and shape.activation == "silu"
             and not shape.is_moe
             and not settings.drops_product(shape, device)
         ):
-            asked[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
+            shapes[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
     if can_choose(shape, settings.compute_dtype, compiled=settings.compile):
-        asked[GATHER] = asked[COMBINE] = expert_shape(shape, tokens)
+        shapes[GATHER] = shapes[COMBINE] = expert_shape(shape, tokens)
     if settings.chunks_loss(shape, device):
-        asked[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
-    return asked
+        shapes[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
+    return shapes
 
 
 def choose_layer_kernels(
@@ -105,11 +106,11 @@ def choose_layer_kernels(
     if device.type != "cuda" or settings.layout.tensor > 1 or dtype not in TYPES or not decoders:
         return None
     shape = decoders[0].shape
-    asked = asked_shapes(shape, settings, device)
-    winner = find_winner(NORM, shape.hidden, dtype, device, folder) if NORM in asked else ""
+    op_shapes = asked_shapes(shape, settings, device)
+    winner = find_winner(NORM, shape.hidden, dtype, device, folder) if NORM in op_shapes else ""
     if world > 1 and not _all_have(winner, device):
         winner = ""
-    ops = {name: op for name, op in load_all().items() if name in asked}
+    ops = {name: op for name, op in load_all().items() if name in op_shapes}
     if winner:
         ops[NORM] = with_winner(ops[NORM], winner)
     choices: dict[str, KernelChoice] = {}
@@ -117,9 +118,11 @@ def choose_layer_kernels(
         if world == 1 or dist.get_rank() == 0:
             if settings.compile and name in (GATHER, COMBINE):
                 backend = settings.compile_backend
-                choices[name] = choose_in_layer(op, shape, asked[name], dtype, device, backend=backend, folder=folder)
+                choices[name] = choose_in_layer(
+                    op, shape, op_shapes[name], dtype, device, backend=backend, folder=folder
+                )
             else:
-                choices[name] = choose_variant(op, asked[name], dtype, device, folder=folder)
+                choices[name] = choose_variant(op, op_shapes[name], dtype, device, folder=folder)
         if world > 1:
             choices[name] = _agreed(op, choices.get(name), device)
     torch.cuda.reset_peak_memory_stats(device)  # the measurement is not part of a step

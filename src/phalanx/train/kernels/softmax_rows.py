@@ -19,7 +19,8 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the fastest of ten on an H200
+# Logits that one program reads at once, and its warps: the fastest of ten on an H200.
+ROW_BLOCK, ROW_WARPS = 8192, 8
 
 
 def plain_row_gradients(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:

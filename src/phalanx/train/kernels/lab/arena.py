@@ -22,8 +22,8 @@ ALIGN = 256
 POISON = 0xFF  # as every byte: NaN in fp64, fp32, bf16, fp16, e5m2 and e4m3, -1 in integers
 
 DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )

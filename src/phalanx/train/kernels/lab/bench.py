@@ -21,7 +21,8 @@ from phalanx.train.kernels.lab.trial_inputs import KernelCase, check_shape, draw
 from phalanx.units import format_flops
 
 REPEATS = {"cpu": 10, "cuda": 20}
-MOST_TRUTH_BYTES = 2 * 2**30  # float64 results above this size are not computed, and errors not measured
+# float64 results above this size are not computed, and errors not measured.
+MOST_TRUTH_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +153,8 @@ def _measure_shape(
                     error = max(error_ratio(value, exact)[0] for value, exact in pairs)
             timed = _timed_call(op, name, call, inputs, output_gradients)
             seconds = median_seconds(timed, device, repeats=REPEATS[device.type])
-        except Exception as failure:  # a compiler that is not installed, a kernel that a device cannot run, no memory
+        # Such as a compiler that is not installed, a kernel that the device cannot run, or too little memory.
+        except Exception as failure:
             problem = printable(f"{type(failure).__name__}: {failure}", most=160).splitlines()[0]
         rows.append(
             VariantTime(

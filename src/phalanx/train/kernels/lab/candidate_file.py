@@ -3,7 +3,7 @@
 The contract of a file:
 
     OP = "rms-norm"                  # an operation of `phalanx kernels list`
-    def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in memory of its own
+    def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in new memory
 
 These checks only read the source, to report a mistake in plain words. They do not stop an author who hides an import;
 the process that runs the file does.

@@ -103,7 +103,8 @@ class KernelVerdict:
     op: str
     device: str
     passed: bool
-    kind: str = ""  # reason of a refusal in one word: values, result, input, time, memory, crash, import, forbidden, …
+    # Reason of a refusal in one word: values, result, input, time, memory, crash, import, forbidden, …
+    kind: str = ""
     reason: str = ""
     cases: int = 0
     worst_error: float = 0.0  # the largest error over the allowed one, of all cases
@@ -141,13 +142,13 @@ def judge_candidate(
     Never raises for anything the candidate does; raises SystemFailure where the GPU has too little memory to judge
     it.
     """
-    wanted = tuple(op.gradients) if gradients else ()
-    verdict = KernelVerdict(op=op.name, device=device, passed=False, with_gradients=bool(wanted))
+    differentiable = tuple(op.gradients) if gradients else ()
+    verdict = KernelVerdict(op=op.name, device=device, passed=False, with_gradients=bool(differentiable))
     try:
         check_text(parse_candidate(source, op.name))
     except RefusedError as error:
         return replace(verdict, kind=error.kind, reason=str(error))
-    trial = _CandidateTrial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
+    trial = _CandidateTrial(source, op, server, torch.device(device), differentiable, limits or CandidateLimits())
     random_source = random.Random(os.urandom(16))
     tried_dtypes = tuple(dtypes) or tuple(op.dtypes)
     # The minimum work of an operation with gradients is defined for forward plus backward, so only both are timed.
@@ -165,9 +166,10 @@ def judge_candidate(
                 worst = max(worst, worst_timed)
     except RefusedError as error:
         return replace(verdict, kind=error.kind, reason=str(error), barriers=trial.barriers)
-    except torch.OutOfMemoryError as error:  # of the guard: the candidate's would be a RefusedError
-        what = "the GPU has too little memory to judge a kernel at these sizes"
-        raise SystemFailure(Problem(where=op.name, what=what, fix="time it at a smaller --shape")) from error
+    # This process ran out of memory; in the candidate's it would have been a RefusedError.
+    except torch.OutOfMemoryError as error:
+        problem_text = "the GPU has too little memory to judge a kernel at these sizes"
+        raise SystemFailure(Problem(where=op.name, what=problem_text, fix="time it at a smaller --shape")) from error
     return replace(
         verdict,
         passed=True,
@@ -225,7 +227,7 @@ class _CandidateTrial:
         if self._cache is not None:
             self._cache.cleanup()
 
-    # ---- one process after the other ---------------------------------------------------------------------------------
+    # ---- processes, one after the other ----------------------------------------------------------------------------
 
     def judge_values(self, batches: Sequence[Sequence[KernelCase]]) -> tuple[float, int]:
         """Run all batches in one process, then compare; return the worst error ratio and the number of cases."""
@@ -281,9 +283,7 @@ class _CandidateTrial:
         return timing, worst
 
     def _run_batches(self, batches: Sequence[Sequence[KernelCase]], *, timed: bool = False) -> list[_CandidateAnswer]:
-        """Compile Triton kernels where needed, then run batches in one new process; raise RefusedError on a
-        violation.
-        """
+        """Compile Triton kernels if needed, then run batches in one new process; raise RefusedError on a violation."""
         self._make_arena(batches)
         if self.device.type == "cuda" and "triton" in self.source:
             self._compile_kernels([case for batch in batches for case in batch[:1]])
@@ -397,10 +397,10 @@ class _CandidateTrial:
         round_trips = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
         # A thread of the candidate that watches the arena must not start working before the guard's clock does.
         process.pause()
-        end, placed, case_values, wanted = HEADER_BYTES, [], [], self._asked(batch[0])
+        end, placed, case_values, differentiable = HEADER_BYTES, [], [], self._asked(batch[0])
         for case in batch:
             inputs = draw_inputs(self.op, case, self.device)
-            placed.append(self._place_case(inputs, wanted, end))
+            placed.append(self._place_case(inputs, differentiable, end))
             case_values.append([*inputs, *_draw_gradients(case, inputs, placed[-1].output_gradients)])
             end = placed[-1].end
         used = self._data[HEADER_BYTES:end]
@@ -420,7 +420,7 @@ class _CandidateTrial:
             "outputs": [[place.to_json() for place in places.outputs] for places in placed],
             "output_gradients": [[place.to_json() for place in places.output_gradients] for places in placed],
             "gradients": [[place.to_json() for place in places.gradients] for places in placed],
-            "differentiable": list(wanted),
+            "differentiable": list(differentiable),
         }
         if timed:
             flush_caches(self.device, self._kept)
@@ -452,14 +452,16 @@ class _CandidateTrial:
         """Compute the exact results, now that the candidate's process is gone; return the worst error ratio."""
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
-            wanted = self._asked(case)
+            differentiable = self._asked(case)
             inputs = draw_inputs(self.op, case, self.device)
-            back = _draw_gradients(case, inputs, self._place_case(inputs, wanted, 0).output_gradients)
-            results = len(outputs) - len(wanted)
+            output_gradients = _draw_gradients(
+                case, inputs, self._place_case(inputs, differentiable, 0).output_gradients
+            )
+            results = len(outputs) - len(differentiable)
             numbers = [*self.op.decoded(tuple(outputs[:results]), inputs), *outputs[results:]]
-            truth = find_truth(self.op, inputs, case.dtype, back, shape=case.shape)
-            count = len(truth) - (len(self.op.gradients) if back else 0)
-            truth = [*truth[:count], *(truth[count + self.op.gradients.index(place)] for place in wanted)]
+            truth = find_truth(self.op, inputs, case.dtype, output_gradients, shape=case.shape)
+            count = len(truth) - (len(self.op.gradients) if output_gradients else 0)
+            truth = [*truth[:count], *(truth[count + self.op.gradients.index(place)] for place in differentiable)]
             worst = max(worst, compare_values(numbers, truth, str(case)))
         return worst
 

@@ -2,8 +2,8 @@
 
 Importing torch takes two seconds, forking takes milliseconds. This process imports torch once, never runs a candidate
 itself, and does not know inputs, exact results or seeds. A fork gives up access to files, network and other
-processes, then runs the candidate on the inputs in the arena. A candidate can only change the messages of its own
-fork: the judge reads values from the arena.
+processes, then runs the candidate on the inputs in the arena. A candidate can only change the messages of its fork:
+the judge reads values from the arena.
 """
 
 from __future__ import annotations
@@ -143,8 +143,11 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
         except _BadResultError as error:
             answer = {"problem": str(error)[:800]}
         except ModuleNotFoundError as error:
-            wanted = error.name or "a module"
-            answer = {"problem": f"imports {wanted}, which this machine does not have", "raised": "ModuleNotFoundError"}
+            module_name = error.name or "a module"
+            answer = {
+                "problem": f"imports {module_name}, which this machine does not have",
+                "raised": "ModuleNotFoundError",
+            }
         except BaseException as error:  # also SystemExit: a kernel must not end its process
             answer = {"problem": f"raised {type(error).__name__}: {error}"[:800], "raised": type(error).__name__}
         link.send(_dumps(answer).encode()[:MESSAGE_BYTES])
@@ -293,7 +296,7 @@ def _run_kernel(
     changes: Callable[[], str],
 ) -> dict[str, Any]:
     """Call the kernel on each set of inputs of the request, and copy its results into the arena; return the seconds."""
-    on_gpu, wanted = device.type == "cuda", request["differentiable"]
+    on_gpu, differentiable = device.type == "cuda", request["differentiable"]
     # New memory is filled with NaN only in untimed runs, because filling takes time.
     # (torch.use_deterministic_algorithms would import the compiler first.)
     torch._C._set_deterministic_fill_uninitialized_memory(True)
@@ -301,24 +304,26 @@ def _run_kernel(
     # .data: autograd then counts in-place changes per tensor; views of one arena would share a counter.
     sets = [[view_place(data, place).data for place in _read_places(listed)] for listed in request["inputs"]]
     for inputs in sets:
-        for place in wanted:
+        for place in differentiable:
             inputs[place].requires_grad_()
     places = [_read_places(listed) for listed in request["outputs"]]
-    back = [[view_place(data, place).data for place in _read_places(listed)] for listed in request["output_gradients"]]
+    result_gradients = [
+        [view_place(data, place).data for place in _read_places(listed)] for listed in request["output_gradients"]
+    ]
     if request["turned"]:  # the same numbers with other strides: a sum's gradient has the stride 0
-        back = [
+        result_gradients = [
             [grad.transpose(-1, -2).contiguous().transpose(-1, -2) if grad.dim() > 1 else grad for grad in grads]
-            for grads in back
+            for grads in result_gradients
         ]
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
-    with torch.set_grad_enabled(bool(wanted)):
+    with torch.set_grad_enabled(bool(differentiable)):
         start = _clock()
         if begin is not None:
             begin.record()
         calls = [
-            _KernelCall(kernel, inputs, outputs, output_gradients, wanted, data, request)
-            for inputs, outputs, output_gradients in zip(sets, places, back, strict=True)
+            _KernelCall(kernel, inputs, outputs, output_gradients, differentiable, data, request)
+            for inputs, outputs, output_gradients in zip(sets, places, result_gradients, strict=True)
         ]
         if request["overlap"]:
             for call in calls:
@@ -374,9 +379,9 @@ class _KernelCall:
         """Return results, then gradients; raise _BadResultError if they violate the contract."""
         if not self._overlap:
             self.compute_results()
-        outputs, wanted = self._outputs, self._wanted
+        outputs, differentiable = self._outputs, self._wanted
         results = [tensor.detach().clone() for tensor in outputs] if self._at_once else list(outputs)
-        if not wanted:
+        if not differentiable:
             return results
         pairs = [
             (tensor, grad)
@@ -385,7 +390,7 @@ class _KernelCall:
         ]
         if not pairs:
             raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
-        sources = [self._inputs[place] for place in wanted]
+        sources = [self._inputs[place] for place in differentiable]
         gradients = self._differentiate(pairs, sources, again=False)
         # A second backward through the same graph may raise, but must not return other gradients.
         if self._overlap:
@@ -394,7 +399,7 @@ class _KernelCall:
         kinds = [Place(0, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in sources]
         for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
             if gradient is None:
-                raise _BadResultError(f"has no gradient for input {wanted[number]}")
+                raise _BadResultError(f"has no gradient for input {differentiable[number]}")
             _check_results((gradient,), [kind], self._data, "gradient", own_memory=False)
         return [*results, *gradients]
 

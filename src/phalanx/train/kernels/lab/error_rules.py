@@ -20,19 +20,23 @@ from phalanx.train.kernels.lab.candidate_server import RefusedError
 # An operation's error bound applies to its results; gradients may be off by this many times more.
 GRADIENT_ALLOWANCE = 4.0
 CONDITION_ALLOWANCE = 4.0  # times the error of the reference itself in float32, on the same inputs
-BUILTIN_ALLOWANCE = 4.0  # times the largest error of the built-in in the same row, where that is above the bound
+# Times the largest error of the built-in in the same row, where that is above the bound.
+BUILTIN_ALLOWANCE = 4.0
 # Multiples of the built-in's RMS error. A kernel that rounds an intermediate result three times more often than the
 # built-in loses twice as much over all rows, and up to four times as much in the worst row.
 RMS_MULTIPLE, ROW_MULTIPLE, QUANTILE_MULTIPLE = 3.0, 5.0, 3.0
 # Limit of the mean error in the direction of the exact value, in the built-in's RMS errors. Rounding toward zero has
 # 1.2 in bfloat16, a result that is 0.25 % too large 1.0, and all other rules allow both. Biases add up over layers.
 BIAS_LIMIT, BIAS_SPREAD = 0.5, 4.0
-CODE_MULTIPLE = 2.0  # for codes: scales that are powers of two have errors up to one half larger than others
+# For codes: scales that are powers of two have errors up to one half larger than others.
+CODE_MULTIPLE = 2.0
 # An estimate from few values is uncertain: limits are wider by this over the square root of their number.
 RMS_SPREAD, ROW_SPREAD = 3.0, 1.4
-QUANTILES = {0.5: 0.674, 0.9: 1.645, 0.99: 2.576}  # share: |z| of a normal distribution, in standard deviations
+# Share: |z| of a normal distribution, in standard deviations.
+QUANTILES = {0.5: 0.674, 0.9: 1.645, 0.99: 2.576}
 MIN_QUANTILE_VALUES, MAX_SAMPLED_VALUES = 1000, 65536
-SHORT_ROW, MORE_DRAWS = 16, 4  # rows shorter than this are estimated from the built-in's error on more inputs
+# Rows shorter than this are estimated from the built-in's error on more inputs.
+SHORT_ROW, MORE_DRAWS = 16, 4
 CHUNK = 1024  # a long vector is compared in rows of this many elements
 _FLOAT32_ROUNDING = torch.finfo(torch.float32).eps / 2
 
@@ -44,10 +48,12 @@ class ExactResult:
     name: str
     value: Tensor
     allowed: Tensor  # per element, broadcast over rows
-    row_errors: Tensor  # RMS error of the built-in in each row, at least the rounding error of the format
+    # RMS error of the built-in in each row, at least the rounding error of the format.
+    row_errors: Tensor
     row_limit: float  # multiples of `row_errors`
-    rms_limit: float  # the same, root mean square over all rows
-    column_limits: Tensor  # the same, root mean square over each column; empty where there are few rows
+    rms_limit: float  # multiples of `row_errors`, root mean square over all rows
+    # Multiples of `row_errors`, root mean square over each column; empty where there are few rows.
+    column_limits: Tensor
     quantile_limits: Sequence[tuple[float, float]]  # (quantile, multiple)
     bias_limit: float = math.inf  # the same, of the mean error in the direction of the truth
 
@@ -61,7 +67,9 @@ def find_truth(
     shape: Shape | None = None,
 ) -> list[ExactResult]:
     """Compute results and gradients in float64, with the limits of their errors; `shape` gives the reduction length."""
-    exact, near = (_reference_values(op, inputs, kind, output_gradients) for kind in (torch.float64, torch.float32))
+    exact, float32_values = (
+        _reference_values(op, inputs, kind, output_gradients) for kind in (torch.float64, torch.float32)
+    )
     num_results = len(exact) - (len(op.gradients) if output_gradients else 0)
     builtin = [_builtin_values(op, inputs, output_gradients)]
     errors = [[_finite_error(value, true) for value, true in zip(builtin[0], exact, strict=True)]]
@@ -75,7 +83,7 @@ def find_truth(
         is_gradient = number >= num_results
         largest = _row_largest(true)
         allowed = largest * bound * (GRADIENT_ALLOWANCE if is_gradient else 1.0)
-        allowed = allowed + CONDITION_ALLOWANCE * _row_largest(_finite_error(near[number], true))
+        allowed = allowed + CONDITION_ALLOWANCE * _row_largest(_finite_error(float32_values[number], true))
         if op.format and op.format.steps and true.numel():
             allowed = allowed + op.format.steps[number] * true.abs().max()
         name = f"gradient of input {op.gradients[number - num_results]}" if is_gradient else f"result {number}"
@@ -251,13 +259,13 @@ def _errors_of_more_draws(
     short = [number for number, true in enumerate(exact) if true.numel() and as_rows(true).shape[1] < SHORT_ROW]
     if not short or op.format is not None:
         return []
-    back = output_gradients if max(short) >= num_results else ()
+    needed_gradients = output_gradients if max(short) >= num_results else ()
     errors = []
     for seed in range(MORE_DRAWS):
         source = torch.Generator(inputs[0].device).manual_seed(seed)
         changed = [_change_last_place(tensor, dtype, source) for tensor in inputs]
-        values = _builtin_values(op, changed, back)
-        truth = _reference_values(op, changed, torch.float64, back)
+        values = _builtin_values(op, changed, needed_gradients)
+        truth = _reference_values(op, changed, torch.float64, needed_gradients)
         errors.append([_finite_error(value, true) for value, true in zip(values, truth, strict=True)])
     return errors
 

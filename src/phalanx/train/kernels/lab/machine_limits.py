@@ -13,9 +13,11 @@ from phalanx.train.kernels.kernel_op import KernelWork
 from phalanx.units import MIB
 
 COPY_BYTES = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
-FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # more than the last cache of any GPU; a CPU's may be larger
+# More than the last cache of any GPU; a CPU's may be larger.
+FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 PRODUCT_SIZE = {"cpu": 768, "cuda": 8192}
-ENOUGH_S = 0.02  # a product that takes longer gives the rate, and the next size would take eight times as long
+# A product that takes longer gives the rate, and the next size would take eight times as long.
+ENOUGH_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,8 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     copying = min(measure_calls(lambda: target.copy_(source), device, repeats=7))
     kinds = {dtype if dtype.itemsize >= 2 else torch.bfloat16}
     if device.type == "cpu" and dtype.itemsize < 4:
-        kinds.add(torch.float32)  # a CPU without instructions for 16-bit numbers computes faster in wider ones
+        # A CPU without instructions for 16-bit numbers computes faster in wider ones.
+        kinds.add(torch.float32)
     flops_per_s = max(_product_rate(device, kind) for kind in kinds)
     return MachineLimits(bytes_per_s=2 * size / copying, flops_per_s=flops_per_s)
 

@@ -124,7 +124,7 @@ class ReplayProposer:
 def kernel_of_answer(answer: str) -> str:
     """Return the Python code in an answer: the longest fenced block that defines a kernel, or the answer itself.
 
-    Empty if there is no kernel.
+    Empty if the answer defines none.
 
     >>> kernel_of_answer("Here:\\n```python\\ndef kernel(x):\\n    return x\\n```")
     'def kernel(x):\\n    return x'

@@ -20,15 +20,19 @@ from phalanx.units import MB
 ORDINARY, WIDE = "ordinary values", "wide range of values"
 CORRELATED, LARGE_MEANS = "correlated columns", "large means"
 ZEROS, TINY, HUGE = "zeros and equal numbers", "tiny values", "huge values"
-WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
-TINY_POWER, HUGE_POWER = -14, 20  # powers of two: gradients of a large model, and the few outlier activations
-ZERO_ROWS, ZERO_ELEMENTS = 0.2, 0.25  # shares of rows and elements: padding, and zeros of dropout or a rectifier
+# Rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more.
+WIDE_POWER, OUTLIER = 5, 32.0
+# Powers of two: gradients of a large model, and the few outlier activations.
+TINY_POWER, HUGE_POWER = -14, 20
+# Shares of rows and elements: padding, and zeros of dropout or a rectifier.
+ZERO_ROWS, ZERO_ELEMENTS = 0.2, 0.25
 # Limits of the timed shape on a CPU: larger than the caches, small enough for the exact result in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
 # Limits of a shape with one size of a real model: there are many of these cases.
 MAX_STRETCHED_BYTES, MAX_STRETCHED_FLOPS = 12 * MB, 4e8
 LARGE_CASES = 2  # cases at the timed shape, in each dtype that is not timed
-KEPT_TIMES = 120  # the guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves
+# The guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves.
+KEPT_TIMES = 120
 MOST_GPU_BYTES, MOST_GPU_FLOPS = 1024 * MB, 2e12
 
 
@@ -42,7 +46,8 @@ class KernelCase:
     pattern: str = ORDINARY
     poison: int = 0xFF
     timed: bool = False
-    gradients_of: tuple[int, ...] | None = None  # indices of inputs whose gradients are requested; None: all
+    # Indices of inputs whose gradients are requested; None: all.
+    gradients_of: tuple[int, ...] | None = None
     unused: int | None = None  # a result that the loss does not depend on
     overlap: bool = False  # all results of its batch are computed before any gradient
     turned: bool = False  # gradients of results are stored column by column, as autograd may pass them
