@@ -231,9 +231,7 @@ class ArchiveWriter:
     file: BinaryIO | None
 
     def add(self, entries: Sequence[ArchiveEntry]) -> list[bool]:
-        """Write evaluations to the file, then add them to the archive; return for each whether it is now the best of
-        its cell.
-        """
+        """Write evaluations to the file, then add them to the archive; return which are now the best of their cells."""
         if self.file is not None:
             self.file.write("".join(entry_line(entry) + "\n" for entry in entries).encode())
             self.file.flush()

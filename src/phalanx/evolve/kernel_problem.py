@@ -94,7 +94,7 @@ class KernelProblem:
         )
 
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        """Change one or more values, mostly to a neighbour in the list; a language model's source falls back to its
+        """Change one value or a few, mostly to a list neighbour; a language model's source falls back to its
         template.
         """
         changed = {name: value for name, value in genome.items() if name != "source"}
@@ -135,9 +135,7 @@ class KernelProblem:
         return max(1.0, tile / (32 * genome["warps"])), float(genome["warps"])
 
     def features(self, genomes: Sequence[Genome]) -> Floats | None:
-        """Return the logarithms of numbers and their squares, words one-hot, and the products of both with the
-        template.
-        """
+        """Return the logarithms of numbers and their squares, words one-hot, and their products with the template."""
         rows = []
         for genome in genomes:
             numbers: list[float] = []
@@ -151,8 +149,7 @@ class KernelProblem:
         return np.array(rows, dtype=np.float64).reshape(len(genomes), -1)
 
     def read_genome(self, data: object) -> Genome:
-        """Read a candidate from JSON: values of the lists, or a full source or edits of one where `allows_source` is
-        set.
+        """Read a candidate from JSON: values of the lists or, if `allows_source`, a full source or edits of one.
 
         Raises ValueError with the reason.
         """

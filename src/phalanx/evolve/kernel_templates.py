@@ -215,9 +215,7 @@ def render_source(genome: Mapping[str, Any], device: str) -> str:
 
 
 def plain_values(genome: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the genome with every gene that its template ignores set to that gene's first value: one genome per
-    kernel.
-    """
+    """Return the genome with every gene that its template ignores set to its first value: one genome per kernel."""
     template = TEMPLATES[device][genome["template"]]
     unused = {name: legal_values[0] for name, legal_values in VALUES[device].items() if f"{{{name}}}" not in template}
     return {**genome, **unused}

@@ -17,9 +17,7 @@ LEFT, TOP, BOTTOM = 120, 54, 96
 
 
 def grid_text(archive: Archive) -> str:
-    """Draw the grid in characters: the first axis upwards, the second to the right, darker characters for fitter
-    cells.
-    """
+    """Draw the grid in characters: the first axis upwards, the second to the right, the fittest cells darkest."""
     rows_axis, columns_axis = archive.axes
     shares = _shares(archive)
     width = max(len(label) for label in rows_axis.labels)

@@ -85,9 +85,7 @@ class SearchProblem(Protocol):
         """Return the fitness and position of each candidate."""
 
     def features(self, genomes: Sequence[Genome]) -> Floats | None:
-        """Return numbers, [candidate, feature], from which a linear model can predict the outcome; None if there are
-        none.
-        """
+        """Return numbers, [candidate, feature], that a linear model can predict the outcome from, or None."""
 
     def read_genome(self, data: object) -> Genome:
         """Read a candidate from untrusted JSON, repaired where needed; raise ValueError with the reason."""

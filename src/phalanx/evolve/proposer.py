@@ -32,9 +32,7 @@ class ChangeProposer:
     limit_s: float = LIMIT_S
 
     def propose(self, problem: SearchProblem, parent: ArchiveEntry) -> Genome:
-        """Return the parent with the change that the command answers; raise ValueError if the answer is not a
-        candidate.
-        """
+        """Return the parent with the change that the command answers; raise ValueError if it is not a candidate."""
         answer = self._ask(problem.prompt(parent.genome, parent.outcome))
         change = find_object(answer)
         return problem.read_genome({**parent.genome, **change})
@@ -42,9 +40,7 @@ class ChangeProposer:
     def _ask(self, prompt: str) -> str:
         # A new session, so that the time limit also ends processes that the command started. The answer goes to a file,
         # because communicate() would read a pipe without bound.
-        """Run the command and return its stdout; raise ValueError if it fails, times out, or answers with over 256
-        KiB.
-        """
+        """Run the command and return its stdout; raise ValueError if it fails, times out or answers over 256 KiB."""
         with TemporaryFile() as out:
             try:
                 process = subprocess.Popen(

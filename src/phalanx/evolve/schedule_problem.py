@@ -82,8 +82,9 @@ class ScheduleProblem:
         return played
 
     def peak(self, played: PlayedOrders) -> float:
-        """Return the most activations of a rank, in micro-batches of an average stage: a slower stage stores more per
-        micro-batch.
+        """Return the most activations of a rank, in micro-batches of an average stage.
+
+        A stage with a longer forward stores more per micro-batch.
         """
         mean = sum(self.times.forward) / self.ranks
         return max(num_held * forward / mean for num_held, forward in zip(played.held, self.times.forward, strict=True))
@@ -103,9 +104,7 @@ class ScheduleProblem:
         return {"orders": list(self._greedy([int(limit) for limit in limits], rng))}
 
     def _greedy(self, limits: Sequence[int], rng: np.random.Generator) -> Orders:
-        """Return a greedy order with at most `limits[rank]` micro-batches in flight and other choices drawn at
-        random.
-        """
+        """Return a greedy order with at most `limits[rank]` micro-batches in flight; other choices are random."""
         split = [
             bool(self.split and is_split) for is_split in rng.random(self.ranks) < rng.choice((0.0, 0.5, 1.0, 1.0))
         ]
@@ -121,8 +120,10 @@ class ScheduleProblem:
         )
 
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        """Change an order: greedy anew with nearby limits, or one rank's actions moved, W shifted, backwards split or
-        joined.
+        """Change an order in one of four ways.
+
+        Build a greedy order with nearby limits, move actions of one rank, shift its W, or split or join its
+        backwards.
         """
         orders, chance = [str(order) for order in genome["orders"]], rng.random()
         rank = int(rng.integers(self.ranks))

@@ -169,9 +169,7 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _draw_at_rest(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Draw inputs where a third of the gradients and moments are zero or tiny, so that epsilon matters, as for unused
-    rows.
-    """
+    """Draw inputs where a third of gradients and moments are zero or tiny, as of unused rows: epsilon matters there."""
     weight, grad, first, second = _make_inputs(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     kind = torch.randint(0, 3, (shape["parameters"],), generator=generator, device=device)

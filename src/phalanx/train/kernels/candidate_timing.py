@@ -126,9 +126,7 @@ def time_kernel(call: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return bytes read and written per second by a large copy: the speed of light of operations that only move
-    memory.
-    """
+    """Return bytes read and written per second by a large copy, the speed of light of memory-bound operations."""
     size = (1 << 30) if device.type == "cuda" else (64 << 20)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

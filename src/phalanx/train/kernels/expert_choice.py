@@ -43,8 +43,7 @@ def expert_shape(shape: ModelShape, tokens: int) -> Shape:
 
 
 def can_choose(shape: ModelShape, dtype: torch.dtype, *, compiled: bool) -> bool:
-    """Return whether a kernel for moving rows can be chosen: in compiled blocks, only where expert products are
-    grouped.
+    """Return whether row movement has a kernel choice: in compiled blocks, only where expert products are grouped.
 
     Otherwise experts run one after the other in sizes that change with every step, which compilation does not speed
     up.

@@ -89,9 +89,7 @@ def float8_loss_and_gradients(
 
 @torch.library.impl("phalanx::cross_entropy_float8", ("cpu", "cuda"))
 def _round_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the summed loss with respect to the logits, in e5m2 under `GRADIENT_SCALE`, and
-    losses_T.
-    """
+    """Return the gradient of the summed loss by the logits, in e5m2 under `GRADIENT_SCALE`, and losses_T."""
     if not can_launch(logits_TV):
         return plain_float8_gradient(logits_TV, targets_T)
     tokens, vocab = logits_TV.shape

@@ -38,9 +38,7 @@ torch.library.define(
 def float8_norm_rows(
     x_TD: Tensor, more_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rounded rows of the norm of x + more, their scales, the sum (empty without `more`), and 1 / rms of its
-    rows.
-    """
+    """Return rounded rows of norm(x + more), their scales, the sum (empty without `more`), and 1 / rms of its rows."""
     results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.phalanx.float8_norm_rows(x_TD, more_TD, weight_D, eps)
     return results
 

@@ -189,9 +189,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_factor(scales, token, tokens, whole):  # type: ignore[no-untyped-def]
-        """Return the factor from a row's scale to the whole matrix's, twice in 16 bit: a power of two, zero below
-        2⁻²⁴.
-        """
+        """Return the factor from a row's scale to the matrix's, twice in 16 bit: a power of two, zero below 2⁻²⁴."""
         scale = tl.load(scales + token, mask=token < tokens, other=0.0)
         undone = ((254 << 23) - whole.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         factor = tl.where(whole == whole, scale * undone, whole)

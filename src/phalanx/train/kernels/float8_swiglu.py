@@ -37,9 +37,7 @@ def float8_swiglu_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float8_swiglu_gradient_rows(grad_TF: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rounded rows of the gradients of gate and up, [T, 2F], and their scales, from the gradient of the
-    product.
-    """
+    """Return rounded rows of the gradients of gate and up, [T, 2F], and their scales; `grad_TF` is the product's."""
     rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_gradient_rows(grad_TF, gate_up)
     return rounded_and_scale
 

@@ -96,8 +96,7 @@ def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) ->
 def choose_layer_kernels(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> LayerKernels | None:
-    """Measure or load the choices and set the layers' kernels; every rank must call this, and all use the choice of
-    rank 0.
+    """Measure or load the choices and set the layers' kernels; every rank must call this and uses rank 0's choice.
 
     Returns None on a CPU, with tensor parallelism, for other dtypes than bf16 and fp32, and for a user's own network.
     """

@@ -84,8 +84,7 @@ def draw_cases(
     large: Shape,
     timed_dtype: torch.dtype | None = None,
 ) -> list[KernelCase]:
-    """Draw cases of odd and random shapes, shapes with one size of a real model, and `large`, in every dtype and
-    pattern.
+    """Draw cases of odd, random and real sizes, and of the shape `large`, in every dtype and pattern.
 
     Values of `large` in `timed_dtype` are left to the timed runs, which are compared as well.
     """
