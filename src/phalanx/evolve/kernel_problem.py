@@ -94,9 +94,7 @@ class KernelProblem:
         )
 
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        """Change one value or a few, mostly to a list neighbour; a language model's source falls back to its
-        template.
-        """
+        """Change one value or a few, mostly to a list neighbour; a language model's source becomes its template."""
         changed = {name: value for name, value in genome.items() if name != "source"}
         genes = [name for name, legal_values in self.values.items() if len(legal_values) > 1]
         for name in rng.choice(genes, size=min(len(genes), int(rng.geometric(0.6))), replace=False):

@@ -1,10 +1,10 @@
 """The guard: runs a candidate kernel in a separate process and judges its results and its time in this one.
 
-A cheat fails because the candidate's process never has the data it would need. Inputs are drawn here, from seeds of the operating system, and are in
-memory that both processes map; results are read from that memory after the candidate's process has ended, and only
-then is the exact result computed, in float64, here. Every timed run has new inputs, and its results are judged like
-all others. The candidate's own clock is only a claim: the slower of its clock and the guard's counts, in the slower
-of two processes.
+A cheat fails because the candidate's process never has the data it would need. Inputs are drawn here, from seeds of
+the operating system, and are in memory that both processes map; results are read from that memory after the
+candidate's process has ended, and only then is the exact result computed, in float64, here. Every timed run has new
+inputs, and its results are judged like all others. The candidate's own clock is only a claim: the slower of its clock
+and the guard's counts, in the slower of two processes.
 """
 
 from __future__ import annotations
