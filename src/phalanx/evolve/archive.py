@@ -1,7 +1,7 @@
-"""The archive of a search: a JSON line per evaluation after one that names the problem, and the best of each cell.
+"""The archive of a search: a JSONL file with every evaluation, and in memory the best candidate of each cell.
 
-Lines are only ever appended. A process that is killed leaves at most one torn line at the end, which is dropped when
-the search goes on.
+The first line describes the problem, every other line is one evaluation. Lines are only ever appended. A process that
+is killed leaves at most one torn line at the end, which is dropped when the search resumes.
 """
 
 from __future__ import annotations
@@ -32,67 +32,68 @@ from phalanx.io.values import finite
 from phalanx.io.write_errors import write_failure
 
 FORMAT = "phalanx-evolve/1"
-MOST_BYTES = 256 << 20  # 2,000 plans are 1 MB
+MOST_BYTES = 256 << 20  # 2,000 plans take 1 MB
 MOST_LINE = 1 << 20
 ORIGINS = ("seed", "random", "mutation", "crossover", "proposer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchiveEntry:
-    """One evaluation."""
+    """One evaluation: a candidate, its outcome, and how it was made."""
 
     genome: Genome
     outcome: SearchOutcome
     origin: str
-    parent: int | None = None  # place in the archive
+    parent: int | None = None  # index into the archive's entries
 
     @property
     def fitness(self) -> float:
-        """Of an entry that has one."""
+        """The fitness of an entry that has one."""
         assert self.outcome.fitness is not None
         return self.outcome.fitness
 
 
 @dataclass(kw_only=True, slots=True)
 class Archive:
-    """All evaluations, in order, and the best of each cell; grows by `add`."""
+    """All evaluations, in order, and the best of each cell."""
 
     axes: tuple[SearchAxis, SearchAxis]
     header: Mapping[str, Any]
     entries: list[ArchiveEntry] = field(default_factory=list)
-    elites: dict[Cell, int] = field(default_factory=dict)  # cell -> place in `entries`
-    known: dict[str, int] = field(default_factory=dict)  # candidate -> place in `entries`
+    elites: dict[Cell, int] = field(default_factory=dict)  # cell -> index into `entries`
+    known: dict[str, int] = field(default_factory=dict)  # candidate's key -> index into `entries`
 
     def add(self, entry: ArchiveEntry) -> bool:
-        """Take an evaluation in; whether it is now the best of its cell."""
+        """Append an evaluation; return whether it is now the best of its cell."""
         place, number = entry.outcome.place, len(self.entries)
         self.entries.append(entry)
         self.known.setdefault(genome_key(entry.genome), number)
         if entry.outcome.fitness is None or place is None:
             return False
         cell = cell_of(self.axes, place)
-        holder = self.elites.get(cell)
-        if holder is not None and self.entries[holder].fitness >= entry.outcome.fitness:
+        elite = self.elites.get(cell)
+        if elite is not None and self.entries[elite].fitness >= entry.outcome.fitness:
             return False
         self.elites[cell] = number
         return True
 
     def best(self) -> ArchiveEntry | None:
-        """The fittest of all; of equals the one that needs least of what the axes measure."""
+        """Return the fittest entry; among equals the one with the smallest values on the axes."""
 
         def rank(entry: ArchiveEntry) -> tuple[float, float, float]:
             assert entry.outcome.place is not None
             return round(entry.fitness, 12), -entry.outcome.place[0], -entry.outcome.place[1]
 
-        return max((self.entries[one] for one in self.elites.values()), key=rank, default=None)
+        return max((self.entries[number] for number in self.elites.values()), key=rank, default=None)
 
     @property
     def quality_diversity(self) -> float:
         """The sum of the fitness of all cells (QD score)."""
-        return sum(self.entries[one].fitness for one in self.elites.values())
+        return sum(self.entries[number].fitness for number in self.elites.values())
 
 
 def _header(problem: SearchProblem) -> dict[str, Any]:
+    """Return the first line of a problem's archive."""
     return {
         "format": FORMAT,
         "problem": problem.name,
@@ -105,13 +106,13 @@ def _header(problem: SearchProblem) -> dict[str, Any]:
 
 
 def entry_line(entry: ArchiveEntry) -> str:
-    """One line of an archive."""
-    found = entry.outcome
-    values: dict[str, Any] = {"genome": entry.genome, "fitness": found.fitness, "place": found.place}
-    if found.why:
-        values["why"] = found.why
-    if found.details:
-        values["details"] = found.details
+    """Return an entry as one JSON line, without the newline."""
+    outcome = entry.outcome
+    values: dict[str, Any] = {"genome": entry.genome, "fitness": outcome.fitness, "place": outcome.place}
+    if outcome.why:
+        values["why"] = outcome.why
+    if outcome.details:
+        values["details"] = outcome.details
     values["origin"] = entry.origin
     if entry.parent is not None:
         values["parent"] = entry.parent
@@ -119,13 +120,13 @@ def entry_line(entry: ArchiveEntry) -> str:
 
 
 def read_entry(data: object) -> ArchiveEntry:
-    """The entry of a line; raises ValueError for anything else."""
+    """Parse a line's JSON value; raise ValueError if it is not an entry."""
     if not isinstance(data, dict) or not isinstance(data.get("genome"), dict):
         raise ValueError("no candidate in it")
     fitness, place, parent = finite(data.get("fitness")), data.get("place"), data.get("parent")
     if place is not None:
-        numbers = [finite(one) for one in place] if isinstance(place, list) and len(place) == 2 else [None]
-        if any(one is None for one in numbers):
+        numbers = [finite(value) for value in place] if isinstance(place, list) and len(place) == 2 else [None]
+        if any(value is None for value in numbers):
             raise ValueError("its place is not two numbers")
         place = (float(place[0]), float(place[1]))
     details = data.get("details")
@@ -143,9 +144,9 @@ def read_entry(data: object) -> ArchiveEntry:
 
 
 def read_archive(path: Path, problem: SearchProblem | None = None) -> tuple[Archive, int]:
-    """An archive and the bytes of it that are whole lines; of `problem` where one is given.
+    """Read an archive; return it and the number of bytes up to the end of its last complete line.
 
-    Raises UserError for another problem's archive, and for a file that is none.
+    Raises UserError for a file that is not an archive, and for the archive of another problem than `problem`.
     """
     try:
         data = read_bounded(path, MOST_BYTES)
@@ -155,8 +156,8 @@ def read_archive(path: Path, problem: SearchProblem | None = None) -> tuple[Arch
         raise mistake(str(path), str(error), fix="begin another with --archive") from error
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error.strerror or error}", fix="name a regular file") from error
-    whole = data.rfind(b"\n") + 1
-    lines = data[:whole].split(b"\n")[:-1]
+    intact_bytes = data.rfind(b"\n") + 1
+    lines = data[:intact_bytes].split(b"\n")[:-1]
     header = _read_header(path, lines[0] if lines else data[:MOST_LINE], problem)
     archive = Archive(axes=header.pop("axes"), header=header)
     if not lines:
@@ -170,83 +171,89 @@ def read_archive(path: Path, problem: SearchProblem | None = None) -> tuple[Arch
             raise mistake(
                 f"{path}:{number}", f"is not a line of an archive: {error}", fix="remove the line, or begin another"
             ) from error
-    return archive, whole
+    return archive, intact_bytes
 
 
 def _read_header(path: Path, line: bytes, problem: SearchProblem | None) -> dict[str, Any]:
-    """The first line as values, with its axes; a torn one is taken for the problem's own where it is its beginning."""
-    own = json.loads(json.dumps(_header(problem))) if problem else None
+    """Parse the first line and build its axes.
+
+    A torn first line that is the beginning of `problem`'s header counts as that header.
+    """
+    expected = json.loads(json.dumps(_header(problem))) if problem else None
     try:
-        found = json.loads(line) if len(line) <= MOST_LINE else None
+        header = json.loads(line) if len(line) <= MOST_LINE else None
     except (ValueError, RecursionError):
-        found = None
-    if found is None and own is not None and json.dumps(own).encode().startswith(line):
-        found = own
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        header = None
+    if header is None and expected is not None and json.dumps(expected).encode().startswith(line):
+        header = expected
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise mistake(str(path), f"is not an archive of phalanx evolve ({FORMAT})", fix="name another with --archive")
-    if own is not None and found.get("digest") != own["digest"]:
+    if expected is not None and header.get("digest") != expected["digest"]:
         raise mistake(
             str(path),
-            "is the archive of another problem: its measurements would mean nothing here" + _what_differs(found, own),
+            "is the archive of another problem: its measurements would mean nothing here"
+            + _what_differs(header, expected),
             fix="name another file with --archive",
         )
     try:
         axes = tuple(
             SearchAxis(
-                name=str(one["name"]),
-                edges=tuple(float(edge) for edge in one["edges"]),
-                labels=tuple(str(label) for label in one["labels"]),
-                logarithmic=bool(one["logarithmic"]),
+                name=str(axis["name"]),
+                edges=tuple(float(edge) for edge in axis["edges"]),
+                labels=tuple(str(label) for label in axis["labels"]),
+                logarithmic=bool(axis["logarithmic"]),
             )
-            for one in found["axes"]
+            for axis in header["axes"]
         )
         if len(axes) != 2 or any(len(axis.labels) != axis.size or axis.size > 1000 for axis in axes):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise mistake(str(path), "its first line describes no grid", fix="name another with --archive") from error
-    return {**found, "axes": axes}
+    return {**header, "axes": axes}
 
 
 def _what_differs(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return a parenthesis for the error message that names the facts in which two problems differ."""
     if found.get("problem") != own["problem"]:
         return f" (it is of {str(found.get('problem'))[:20]}, not of {own['problem']})"
-    theirs, ours = found.get("about"), own["about"]
-    if not isinstance(theirs, dict):
+    found_facts, own_facts = found.get("about"), own["about"]
+    if not isinstance(found_facts, dict):
         return ""
-    names = [name for name in ours if theirs.get(name) != ours[name]]
+    names = [name for name in own_facts if found_facts.get(name) != own_facts[name]]
     return f" (different: {', '.join(names[:5])})" if names else ""
 
 
 @dataclass(kw_only=True, slots=True)
 class ArchiveWriter:
-    """The archive of a search that goes on, and its file."""
+    """The archive of a running search, and its open file (None: not stored)."""
 
     archive: Archive
     file: BinaryIO | None
 
     def add(self, entries: Sequence[ArchiveEntry]) -> list[bool]:
-        """Write evaluations, then take them in; which of them are now the best of their cells."""
+        """Write evaluations to the file, then add them to the archive; return which are now the best of their cells."""
         if self.file is not None:
-            self.file.write("".join(entry_line(one) + "\n" for one in entries).encode())
+            self.file.write("".join(entry_line(entry) + "\n" for entry in entries).encode())
             self.file.flush()
-        return [self.archive.add(one) for one in entries]
+        return [self.archive.add(entry) for entry in entries]
 
 
 @contextmanager
 def open_archive(path: Path | None, problem: SearchProblem) -> Iterator[ArchiveWriter]:
-    """An archive to go on with, begun where there is none; without a path it is not kept.
+    """Open an archive to continue it, or create it; without a path nothing is stored.
 
-    Only one search writes an archive at a time.
+    A file lock ensures that only one search writes an archive at a time; raises UserError otherwise.
     """
-    own = _header(problem)
-    empty = Archive(axes=problem.axes, header=own)
+    header = _header(problem)
+    empty = Archive(axes=problem.axes, header=header)
     if path is None:
         yield ArchiveWriter(archive=empty, file=None)
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path_exists(path):
-            open_regular(path, follow_links=True).close()  # a pipe would be waited for for ever
+            # Rejects a named pipe, which a plain open() would wait on for ever.
+            open_regular(path, follow_links=True).close()
         file = open(path, "ab")  # noqa: SIM115 -- closed below
     except OSError as error:
         raise write_failure(path, error, fix="name another --archive") from error
@@ -258,12 +265,12 @@ def open_archive(path: Path | None, problem: SearchProblem) -> Iterator[ArchiveW
                 str(path), "another search writes this archive", fix="wait for it, or name another --archive"
             ) from error
         if os.fstat(file.fileno()).st_size:
-            archive, whole = read_archive(path, problem)
-            file.truncate(whole)
+            archive, intact_bytes = read_archive(path, problem)
+            file.truncate(intact_bytes)
         else:
-            archive, whole = empty, 0
-        if not whole:
-            file.write(json.dumps(own).encode() + b"\n")
+            archive, intact_bytes = empty, 0
+        if not intact_bytes:
+            file.write(json.dumps(header).encode() + b"\n")
             file.flush()
         yield ArchiveWriter(archive=archive, file=file)
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""An archive as training examples for a language model: what was asked, what was tried, what was measured."""
+"""Training examples for a language model from an archive: the problem, the attempted change and its measurement."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from phalanx.evolve.archive import Archive
 
 
 def example_lines(archive: Archive) -> Iterator[str]:
-    """A JSON object per evaluation; `improves` is by how much the attempt is fitter than the one it was made of."""
+    """Yield a JSON object per evaluation; `improves` is the relative gain in fitness of the attempt over its parent."""
     about = {"kind": archive.header.get("problem"), "about": archive.header.get("about")}
-    best = set(archive.elites.values())
+    elites = set(archive.elites.values())
     for number, entry in enumerate(archive.entries):
         parent = archive.entries[entry.parent] if entry.parent is not None and entry.parent < number else None
         outcome, improves = entry.outcome, None
@@ -30,7 +30,7 @@ def example_lines(archive: Archive) -> Iterator[str]:
                     **({"why": outcome.why} if outcome.why else {}),
                     **({"details": outcome.details} if outcome.details else {}),
                 },
-                "best_of_cell": number in best,
+                "best_of_cell": number in elites,
                 "improves": improves,
             }
         )

@@ -1,7 +1,7 @@
-"""Kernel sources with holes for numbers: what a search over kernels varies. All of them compute RMSNorm.
+"""Templates of RMSNorm kernel sources with placeholders for numbers: the space of the kernel search.
 
-A candidate file has `OP`, the operation's name, and `kernel(*inputs)`. Only numbers and words of fixed lists are put
-into a template, so that its text is ours whatever an archive says.
+A candidate file has `OP`, the operation's name, and `kernel(*inputs)`. Only values of the fixed lists in `VALUES` are
+put into a template, so the source text stays the one in this file whatever an archive contains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 """
 )
 
-# One program per row, in blocks: the row is read twice, once for its sum of squares and once for the result.
+# One program per row, in blocks: it reads the row twice, once for its sum of squares and once for the result.
 BLOCKED = (
     TRITON_HEAD
     + """
@@ -57,7 +57,7 @@ def kernel(x, weight):
 """
 )
 
-# One program per few rows, each held whole in registers: every value is read once.
+# One program per few rows, each kept entirely in registers: every value is read once.
 WHOLE_ROW = (
     TRITON_HEAD
     + """
@@ -85,7 +85,7 @@ def kernel(x, weight):
 """
 )
 
-# Several rows in one tile: more loads under way at once.
+# Several rows in one tile: more loads in flight at once.
 TILED = (
     TRITON_HEAD
     + """
@@ -113,7 +113,7 @@ def kernel(x, weight):
 """
 )
 
-# As many programs as the device runs at once, each striding over the rows; the weight stays in registers.
+# As many programs as the device runs at once, each looping over rows; the weight stays in registers.
 PERSISTENT = (
     TRITON_HEAD
     + """
@@ -141,7 +141,7 @@ def kernel(x, weight):
 """
 )
 
-# Plain PyTorch, some rows at a time, so that what one operation wrote is still in the cache for the next.
+# Plain PyTorch, some rows at a time, so that the result of one operation is still in the cache for the next.
 CHUNKED = (
     HEAD
     + """
@@ -159,7 +159,7 @@ def kernel(x, weight):
     return out.reshape(x.shape)
 """
 )
-# The same with one product for the sum of squares, and results written where they belong.
+# The same with a dot product for the sum of squares, and results written in place.
 CHUNKED_IN_PLACE = (
     HEAD
     + """
@@ -184,7 +184,7 @@ TEMPLATES = {
     "cuda": {"blocked": BLOCKED, "whole-row": WHOLE_ROW, "tiled": TILED, "persistent": PERSISTENT},
     "cpu": {"chunked": CHUNKED, "chunked-in-place": CHUNKED_IN_PLACE},
 }
-# What goes into the holes, in order; genes that a template does not use stay as they are.
+# Legal values of each placeholder, in order; genes that a template does not use are ignored.
 VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "cuda": {
         "block": (64, 128, 256, 512, 1024, 2048, 4096),
@@ -202,20 +202,20 @@ SEEDS = {
 
 
 def render_source(genome: Mapping[str, Any], device: str) -> str:
-    """The source of a candidate; raises ValueError for values that are not of the lists."""
+    """Return the source of a candidate; raise ValueError for a value that is not in the template's lists."""
     template = TEMPLATES[device].get(genome.get("template", ""))
     if template is None:
         raise ValueError(f"template is none of {', '.join(TEMPLATES[device])}")
-    for name, known in VALUES[device].items():
+    for name, legal_values in VALUES[device].items():
         value = genome.get(name)
-        if isinstance(value, bool) or value not in known:
-            raise ValueError(f"{name} is none of {', '.join(map(str, known))}")
+        if isinstance(value, bool) or value not in legal_values:
+            raise ValueError(f"{name} is none of {', '.join(map(str, legal_values))}")
         template = template.replace(f"{{{name}}}", str(value))
     return template
 
 
 def plain_values(genome: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The same kernel with the first value of every list that its template does not use: one kernel, one candidate."""
+    """Return the genome with every gene that its template ignores set to its first value: one genome per kernel."""
     template = TEMPLATES[device][genome["template"]]
-    unused = {name: known[0] for name, known in VALUES[device].items() if f"{{{name}}}" not in template}
+    unused = {name: legal_values[0] for name, legal_values in VALUES[device].items() if f"{{{name}}}" not in template}
     return {**genome, **unused}

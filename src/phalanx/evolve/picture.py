@@ -1,4 +1,4 @@
-"""The filled grid as characters and as an SVG file: one cell for the best candidate of each place."""
+"""The grid of an archive as text and as an SVG file: one cell for the best candidate of each combination of axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT, TOP, BOTTOM = 120, 54, 96
 
 
 def grid_text(archive: Archive) -> str:
-    """The grid in characters: the first axis upwards, the second to the right, the fittest darkest."""
+    """Draw the grid in characters: the first axis upwards, the second to the right, the fittest cells darkest."""
     rows_axis, columns_axis = archive.axes
     shares = _shares(archive)
     width = max(len(label) for label in rows_axis.labels)
@@ -30,12 +30,13 @@ def grid_text(archive: Archive) -> str:
 
 
 def _mark(share: float | None) -> str:
+    """Return the character of a cell: a space where it is empty."""
     return " " if share is None else SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))]
 
 
 def _shares(archive: Archive) -> dict[tuple[int, int], float]:
-    """Fitness of each filled cell, from 0 for the least to 1 for the most; by its logarithm where all are positive."""
-    values = {cell: archive.entries[one].fitness for cell, one in archive.elites.items()}
+    """Scale the fitness of each filled cell to 0 (lowest) … 1 (highest), by its logarithm where all are positive."""
+    values = {cell: archive.entries[number].fitness for cell, number in archive.elites.items()}
     if not values:
         return {}
     if all(value > 0 for value in values.values()):
@@ -45,7 +46,7 @@ def _shares(archive: Archive) -> dict[tuple[int, int], float]:
 
 
 def grid_svg(archive: Archive, *, title: str, show: Callable[[float], str]) -> str:
-    """The grid as a file of its own; a cell's tooltip has its fitness."""
+    """Draw the grid as a complete SVG document; a cell's tooltip shows its fitness."""
     rows_axis, columns_axis = archive.axes
     shares = _shares(archive)
     width = LEFT + CELL_WIDTH * columns_axis.size + 16

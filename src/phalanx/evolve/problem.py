@@ -1,4 +1,4 @@
-"""What a quality-diversity search is asked: candidates as JSON values, two axes of behaviour, and one fitness."""
+"""The interface of a search problem: candidates as JSON values, two axes that describe them, and one fitness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from phalanx.io.checksums import text_digest
 
-Genome = Mapping[str, Any]  # JSON values only: an archive keeps it, a language model may write it
+Genome = Mapping[str, Any]  # JSON values only: archives store it, a language model may write it
 Floats = NDArray[np.float64]
 Cell = tuple[int, int]
 
@@ -24,16 +24,16 @@ class SearchAxis:
 
     name: str
     edges: tuple[float, ...]
-    labels: tuple[str, ...]  # of the cells, as many as edges and one
-    logarithmic: bool = False  # how the search's model of the problem sees the value
+    labels: tuple[str, ...]  # one per cell: one more than edges
+    logarithmic: bool = False  # the surrogate model uses the logarithm of the value
 
     @property
     def size(self) -> int:
-        """Cells along it."""
+        """The number of cells along this axis."""
         return len(self.edges) + 1
 
     def cell_of(self, value: float) -> int:
-        """The cell that holds a value.
+        """Return the index of the cell that holds a value.
 
         >>> SearchAxis(name="x", edges=(1.0, 2.0), labels=("a", "b", "c")).cell_of(1.0)
         1
@@ -43,7 +43,7 @@ class SearchAxis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOutcome:
-    """What an evaluation found: fitness and place on the axes, or why there is none."""
+    """The result of an evaluation: fitness and position on the axes, or the reason why there is none."""
 
     fitness: float | None
     place: tuple[float, float] | None = None
@@ -52,59 +52,59 @@ class SearchOutcome:
 
 
 class SearchProblem(Protocol):
-    """A space of candidates. Whatever `mutate`, `cross` and `read_genome` return is well-formed."""
+    """The space of candidates of one search. Results of `mutate`, `cross` and `read_genome` are always well-formed."""
 
     @property
     def name(self) -> str:
-        """Plans, schedules or kernels."""
+        """The kind of the problem: plans, schedules or kernels."""
 
     @property
     def axes(self) -> tuple[SearchAxis, SearchAxis]:
-        """Of the grid."""
+        """The two axes of the grid."""
 
     @property
     def batch(self) -> int:
-        """Candidates that are evaluated together."""
+        """The number of candidates that are evaluated together."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that decides what an evaluation finds, as JSON: an archive belongs to this and nothing else."""
+        """Return all facts that an evaluation depends on, as JSON: an archive is only valid for equal facts."""
 
     def seeds(self) -> Sequence[Genome]:
-        """Candidates to begin with, known to people."""
+        """Return known candidates to start from."""
 
     def random_genome(self, rng: np.random.Generator) -> Genome:
-        """Any candidate."""
+        """Draw a candidate at random."""
 
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
-        """A neighbour."""
+        """Return a neighbour of a candidate."""
 
     def cross(self, first: Genome, second: Genome, rng: np.random.Generator) -> Genome:
-        """Parts of two candidates."""
+        """Combine two candidates."""
 
     def evaluate(self, genomes: Sequence[Genome]) -> Sequence[SearchOutcome]:
-        """Fitness and place of each."""
+        """Return the fitness and position of each candidate."""
 
     def features(self, genomes: Sequence[Genome]) -> Floats | None:
-        """Numbers that a linear model can predict the outcome from; None where there are none."""
+        """Return numbers, [candidate, feature], that a linear model can predict the outcome from, or None."""
 
     def read_genome(self, data: object) -> Genome:
-        """The candidate that somebody wrote as JSON, repaired where needed; raises ValueError with the reason."""
+        """Read a candidate from untrusted JSON, repaired where needed; raise ValueError with the reason."""
 
     def prompt(self, genome: Genome, outcome: SearchOutcome) -> str:
-        """What a language model is asked: this candidate, its measurement, and the form of the answer."""
+        """Return the prompt for a language model: this candidate, its measurement, and the form of the answer."""
 
 
 def genome_key(genome: Genome) -> str:
-    """The same text for the same candidate."""
+    """Return a canonical text of a candidate: equal for equal candidates."""
     return json.dumps(genome, sort_keys=True, separators=(",", ":"))
 
 
 def problem_digest(problem: SearchProblem) -> str:
-    """Of what decides its results, axes included."""
+    """Return a digest of everything that decides a problem's results, axes included."""
     axes = [[axis.name, list(axis.edges)] for axis in problem.axes]
     return text_digest(json.dumps([problem.name, problem.describe(), axes], sort_keys=True))
 
 
 def cell_of(axes: tuple[SearchAxis, SearchAxis], place: tuple[float, float]) -> Cell:
-    """The cell of the grid that holds a place."""
+    """Return the cell of the grid that holds a position."""
     return axes[0].cell_of(place[0]), axes[1].cell_of(place[1])

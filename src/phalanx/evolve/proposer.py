@@ -1,4 +1,4 @@
-"""A language model as a source of candidates: a command that reads a prompt and writes a change as JSON."""
+"""Candidates from a language model: a command that reads a prompt on stdin and writes a change as JSON on stdout."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from phalanx.evolve.archive import ArchiveEntry
 if TYPE_CHECKING:
     from phalanx.evolve.problem import Genome, SearchProblem
 
-MOST_ANSWER = 256 << 10
+MOST_ANSWER = 256 << 10  # bytes
 LIMIT_S = 120.0
-MOST_BRACES = 200  # places where the object may begin: each is read up to the end of the answer
+# Opening braces that are tried as the start of the object: each trial may read to the end of the answer.
+MOST_BRACES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeProposer:
-    """A command of the user's own; it is started once per proposal."""
+    """A user-supplied command, started once per proposal."""
 
     command: tuple[str, ...]
     limit_s: float = LIMIT_S
 
     def propose(self, problem: SearchProblem, parent: ArchiveEntry) -> Genome:
-        """The parent with the change that the command answers; raises ValueError where the answer is none."""
+        """Return the parent with the change that the command answers; raise ValueError if it is not a candidate."""
         answer = self._ask(problem.prompt(parent.genome, parent.outcome))
         change = find_object(answer)
         return problem.read_genome({**parent.genome, **change})
 
     def _ask(self, prompt: str) -> str:
-        # A session of its own, so that Ctrl-C and the time limit end what the command started too. The answer goes to
-        # a file: a pipe would be read without bound.
+        # A new session, so that the time limit also ends processes that the command started. The answer goes to a file,
+        # because communicate() would read a pipe without bound.
+        """Run the command and return its stdout; raise ValueError if it fails, times out or answers over 256 KiB."""
         with TemporaryFile() as out:
             try:
                 process = subprocess.Popen(
@@ -66,13 +68,14 @@ class ChangeProposer:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill the command with every process in its session, and reap it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def make_proposer(command: str) -> ChangeProposer:
-    """The proposer of a command line, which no shell sees; raises UserError for one that cannot be split."""
+    """Parse a command line, which is run without a shell; raise UserError if it cannot be split or is empty."""
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:
@@ -83,7 +86,7 @@ def make_proposer(command: str) -> ChangeProposer:
 
 
 def find_object(answer: str) -> dict[str, object]:
-    """The first JSON object of an answer, which may stand between other words or in a code fence.
+    """Return the first non-empty JSON object of an answer, which may be surrounded by prose or a code fence.
 
     >>> find_object('Try this: ```json {"tp": 4}```')
     {'tp': 4}
@@ -94,10 +97,10 @@ def find_object(answer: str) -> dict[str, object]:
         if start < 0:
             break
         try:
-            found, _ = decoder.raw_decode(answer, start)
+            candidate, _ = decoder.raw_decode(answer, start)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and found:
-            return found
+            candidate = None
+        if isinstance(candidate, dict) and candidate:
+            return candidate
         start = answer.find("{", start + 1)
     raise ValueError("no JSON object in the answer")

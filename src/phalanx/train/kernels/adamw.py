@@ -1,11 +1,11 @@
-"""One step of AdamW over a flat buffer: each number is read once and written once, 28 bytes a parameter in fp32.
+"""One step of AdamW over a flat buffer: each number is read once and written once, 28 bytes per parameter in fp32.
 
-Weights are fp32, or bf16 with stochastic rounding: a step that is smaller than half a bf16 digit then moves the weight
-in as many of a hundred steps as it is percent of a digit, where rounding to nearest would never move it. Moments are
-fp32. The random bits are of (seed, place), so a step can be repeated exactly.
+Weights are fp32, or bf16 with stochastic rounding: an update of p percent of a bf16 digit then moves the weight by a
+digit in p percent of the steps, where rounding to nearest would never move it. Moments are fp32. The random bits
+depend on (seed, position) only, so a step can be repeated exactly.
 
-Error: fp32 arithmetic in the order of torch's own fused kernel; with stochastic rounding less than one bf16 digit, and
-none on average.
+Error: fp32 arithmetic in the order of torch's fused kernel; with stochastic rounding less than one bf16 digit, and
+zero on average.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-TILE, WARPS = 1024, 4  # the fastest of six on an H200: 6.6 ms for a billion parameters, as fast as a copy
-LR, BETA1, BETA2, EPS, DECAY, STEP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 7  # what the catalogue measures and verifies with
+# The fastest of six on an H200: 6.6 ms for a billion parameters, as fast as a copy.
+TILE, WARPS = 1024, 4
+LR, BETA1, BETA2, EPS, DECAY, STEP = (
+    3e-4,
+    0.9,
+    0.95,
+    1e-8,
+    0.1,
+    7,
+)  # the values that the catalogue measures and verifies with
 
 torch.library.define(
     "phalanx::adamw_",
@@ -37,7 +45,7 @@ def adamw_step_(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: float, betas: tuple[float, float], eps: float,
     decay: float, step: int, seed: int = 0,
 ) -> None:  # fmt: skip
-    """Step number `step`, from 1, in place. 16-bit weights are rounded stochastically with the bits of `seed`."""
+    """Apply step `step`, counted from 1, in place; bf16 weights are rounded stochastically with the bits of `seed`."""
     torch.ops.phalanx.adamw_(weight, grad, first, second, lr, *betas, eps, decay, step, seed)
 
 
@@ -49,8 +57,8 @@ def _step_in_place(
     if not can_launch(weight, grad, first, second):
         _plain_step_(weight, grad, first, second, lr, beta1, beta2, eps, decay, step, seed)
         return
-    for one in (weight, grad, first, second):
-        assert one.is_contiguous()
+    for tensor in (weight, grad, first, second):
+        assert tensor.is_contiguous()
     count = weight.numel()
     with on_device(weight):
         _adamw_tile[(triton.cdiv(count, TILE),)](
@@ -64,6 +72,7 @@ def _plain_step_(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, lr: float, beta1: float, beta2: float, eps: float,
     decay: float, step: int, seed: int,
 ) -> None:  # fmt: skip
+    """Compute the kernel's step in plain operations; its random bits differ from the kernel's."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     slope = grad.to(wide)
     first.lerp_(slope.to(first.dtype), 1.0 - beta1)
@@ -77,8 +86,9 @@ def _plain_step_(
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 numbers rounded to bf16, up or down with the probability that keeps their mean."""
+    """Round float32 numbers to bf16, up or down with the probability that keeps their mean."""
     bits = values.contiguous().view(torch.int32)
+    # bf16 is the upper half of float32: a random lower half carries over with the probability of the dropped fraction.
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=values.device, dtype=torch.int32)
     rounded = ((bits + noise) & -0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
@@ -159,7 +169,7 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _draw_at_rest(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """A third of the gradients and moments are zero or tiny, where the step's epsilon counts, as of unused rows."""
+    """Draw inputs where a third of gradients and moments are zero or tiny, as of unused rows: epsilon matters there."""
     weight, grad, first, second = _make_inputs(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     kind = torch.randint(0, 3, (shape["parameters"],), generator=generator, device=device)
@@ -168,7 +178,7 @@ def _draw_at_rest(shape: Shape, dtype: torch.dtype, device: torch.device, seed: 
 
 
 def _draw_uneven(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Blocks of parameters whose gradients differ by a factor of a million, with moments of the same size."""
+    """Draw blocks of parameters whose gradients differ by a factor of a million, with moments of the same scale."""
     weight, grad, first, second = _make_inputs(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     block = max(1, shape["parameters"] // 61)

@@ -33,12 +33,12 @@ from phalanx.train.rank_settings import Settings
 
 ATTENTION = "attention"
 HALVES = (torch.bfloat16, torch.float16)
-# Of the format's epsilon: a kernel rounds probabilities and score gradients to 16 bit before their products.
+# In epsilons of the dtype: a kernel rounds probabilities and score gradients to 16 bit before their products.
 ERROR_BOUND = 4
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
-    """The priority of kernels for attention that no function of this file computes: a user's own network."""
+    """Return a context with the kernel priority for attention outside this file, such as a user's own network."""
     if device.type != "cuda":
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -46,7 +46,7 @@ def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
 
 
 def cudnn_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-    """cuDNN's fused attention."""
+    """Compute causal attention with cuDNN's fused kernel."""
     out_BNSH: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q_BNSH, k_BKSH, v_BKSH, None, True, 0.0, True, False
     )[0]
@@ -54,14 +54,15 @@ def cudnn_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
 
 
 def flash_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-    """FlashAttention 2, as torch ships it."""
+    """Compute causal attention with FlashAttention 2, as torch ships it."""
     out_BNSH: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q_BNSH, k_BKSH, v_BKSH, 0.0, True, False)[0]
     return out_BNSH
 
 
 def efficient_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-    """The memory-efficient kernel, which runs on GPUs before Ampere too; it takes as many key heads as query heads."""
+    """Compute causal attention with the memory-efficient kernel, which also runs on GPUs before Ampere."""
     heads = q_BNSH.shape[1]
+    # The kernel needs as many key heads as query heads.
     if heads != k_BKSH.shape[1]:
         k_BKSH, v_BKSH = repeat_heads(k_BKSH, heads), repeat_heads(v_BKSH, heads)
     out_BNSH: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -70,7 +71,7 @@ def efficient_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tenso
     return out_BNSH
 
 
-# FlashAttention first: of two that are equally fast it is the one that torch has had for longest.
+# FlashAttention first, as the tie-breaker: torch has shipped it for longest.
 CORES: Mapping[str, Core] = {
     "flash": flash_attention,
     "cudnn": cudnn_attention,
@@ -90,7 +91,7 @@ class AttentionSizes:
 
     @classmethod
     def of(cls, shape: ModelShape, settings: Settings) -> AttentionSizes:
-        """Return the sizes that are left of a model's attention on one tensor and context rank."""
+        """Return the sizes of a model's attention on one tensor and context rank."""
         layout = settings.layout
         heads, kv_heads = shape.heads // layout.tensor, max(shape.kv_heads // layout.tensor, 1)
         if layout.context > 1:  # Ulysses: the whole sequence of some heads
@@ -106,7 +107,7 @@ class AttentionSizes:
 
 
 def measure_attention(sizes: AttentionSizes, dtype: torch.dtype, device: torch.device) -> dict[str, Timing]:
-    """Time forward and backward of every kernel that runs here and is right, in turn."""
+    """Time forward and backward of every kernel that runs here and is correct, in turn."""
     calls: dict[str, Callable[[], object]] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         calls = {name: _timed_call(core, sizes, dtype, device) for name, core in CORES.items()
@@ -128,16 +129,16 @@ def is_right(core: Core, sizes: AttentionSizes, dtype: torch.dtype, device: torc
 
 
 def largest_error(core: Core, inputs: Sequence[Tensor]) -> float:
-    """Return the largest error of output and gradients against float64, relative to the largest value of each.
+    """Return the largest error of output and gradients against float64, relative to the largest value of each tensor.
 
-    Not of each row: the gradient of the first position's query is zero.
+    It is not relative to each row, because the gradient of the first position's query is zero.
     """
     q_BNSH, k_BKSH, v_BKSH = (tensor.detach().double().requires_grad_() for tensor in inputs)
-    narrow = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = core(*narrow)
+    sources = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = core(*sources)
     truth = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=True)
     grad = torch.randn_like(out)
-    grads = torch.autograd.grad(out, narrow, grad)
+    grads = torch.autograd.grad(out, sources, grad)
     true_grads = torch.autograd.grad(truth, (q_BNSH, k_BKSH, v_BKSH), grad.double())
     pairs = [(out.detach(), truth.detach()), *zip(grads, true_grads, strict=True)]
     if any(result.shape != expected.shape for result, expected in pairs):
@@ -149,22 +150,22 @@ def largest_error(core: Core, inputs: Sequence[Tensor]) -> float:
 def choose_attention(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> KernelChoice | None:
-    """Select the attention kernel of all layers; every rank calls this and uses what rank 0 measured.
+    """Select the attention kernel of all layers; every rank must call this and uses the choice of rank 0.
 
-    None where torch selects: on a CPU, in fp32, for a user's own network, and where a ring or a gather splits the
-    sequence (these call FlashAttention by its own operator).
+    Returns None where torch selects: on a CPU, in fp32, for a user's own network, and where a ring or a gather splits
+    the sequence (these call FlashAttention by its own operator).
     """
-    blocks = [block for one in models if isinstance(one, Decoder) for block in one.layers.values()]
+    blocks = [block for model in models if isinstance(model, Decoder) for block in model.layers.values()]
     cores = [block.attn.core for block in blocks if isinstance(block, Block)]
-    able = device.type == "cuda" and settings.compute_dtype in HALVES and bool(cores)
-    able = able and all(core is causal_attention or isinstance(core, UlyssesCore) for core in cores)
+    is_supported = device.type == "cuda" and settings.compute_dtype in HALVES and bool(cores)
+    is_supported = is_supported and all(core is causal_attention or isinstance(core, UlyssesCore) for core in cores)
     if world > 1 and device.type == "cuda":
-        votes = torch.tensor([float(able)], device=device)
+        votes = torch.tensor([float(is_supported)], device=device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-        able = bool(votes.item())
-    if not able:
+        is_supported = bool(votes.item())
+    if not is_supported:
         return None
-    shape = next(one.shape for one in models if isinstance(one, Decoder))
+    shape = next(model.shape for model in models if isinstance(model, Decoder))
     sizes = AttentionSizes.of(shape, settings)
     names, choice = list(CORES), None
     if world == 1 or dist.get_rank() == 0:
@@ -177,12 +178,12 @@ def choose_attention(
             folder=folder,
         )
         torch.cuda.reset_peak_memory_stats(device)  # the measurement is not part of a step
-    place = torch.tensor([names.index(choice.variant) if choice and choice.variant in names else -1], device=device)
+    index = torch.tensor([names.index(choice.variant) if choice and choice.variant in names else -1], device=device)
     if world > 1:
-        dist.broadcast(place, 0)
-    if place.item() < 0:  # none of them is right here, or none fits into memory
+        dist.broadcast(index, 0)
+    if index.item() < 0:  # none of them is right here, or none fits into memory
         return choice
-    name = names[int(place)]
+    name = names[int(index)]
     use_attention(blocks, CORES[name])
     return choice or KernelChoice(op=ATTENTION, variant=name, times_ms={})
 
@@ -198,7 +199,7 @@ def use_attention(blocks: Sequence[nn.Module], core: Core) -> None:
 
 
 def make_inputs(sizes: AttentionSizes, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
-    """Queries, keys and values in the strides that a layer gives them: heads of a token lie next to each other."""
+    """Draw queries, keys and values with the strides that a layer produces: heads of a token are adjacent."""
     generator = torch.Generator(device).manual_seed(seed)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     shapes = [(sizes.batch, sizes.sequence, count, sizes.head) for count in heads]
@@ -206,6 +207,6 @@ def make_inputs(sizes: AttentionSizes, dtype: torch.dtype, device: torch.device,
 
 
 def _timed_call(core: Core, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    given = [one.requires_grad_() for one in make_inputs(sizes, dtype, device, 0)]
-    grad_BNSH = torch.randn_like(given[0])
-    return lambda: torch.autograd.grad(core(*given), given, grad_BNSH)
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(sizes, dtype, device, 0)]
+    grad_BNSH = torch.randn_like(inputs[0])
+    return lambda: torch.autograd.grad(core(*inputs), inputs, grad_BNSH)

@@ -1,9 +1,9 @@
-"""int8 and int4 blocks of slow links on a GPU: the same bytes as `peers/codecs.py`, without the host.
+"""The int8 and int4 codecs of slow links on a GPU: the same bytes as `peers/codecs.py`, without the host.
 
-A vector of 4 bytes per value leaves the device in 1.02 or 0.53 (scales of all blocks, then the numbers) instead of
-crossing to the host whole and being encoded there. Encoding one block is a maximum and a division: both are done as
-numpy does them (rounded to nearest, ties to even, a block that holds not-a-number or infinity keeps that in its scale),
-so that two peers, one with a GPU and one without, agree bit by bit.
+A vector of 4 bytes per value leaves the device as 1.02 or 0.53 bytes per value (the scales of all blocks, then the
+numbers) instead of being copied to the host in full and encoded there. Encoding a block is a maximum and a division,
+both computed as numpy does (rounded to nearest, ties to even; a block with NaN or infinity has that as its scale), so
+that a peer with a GPU and one without agree bit by bit.
 
 Error: half a step of the block's scale, 1/254 of its largest magnitude in int8 and 1/14 in int4.
 """
@@ -36,44 +36,45 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-CODECS = {"int8": (INT8_BLOCK, 127), "int4": (INT4_BLOCK, 7)}  # values under one scale, the largest whole number
-VALUES = 4096  # that one program takes
+# Codec: values under one scale, and the largest code.
+CODECS = {"int8": (INT8_BLOCK, 127), "int4": (INT4_BLOCK, 7)}
+VALUES = 4096  # values per program
 
 torch.library.define("phalanx::encode_blocks", "(Tensor values, str codec) -> Tensor")
 torch.library.define("phalanx::decode_blocks", "(Tensor data, int count, str codec) -> (Tensor values, Tensor bad)")
 
 
 def encode_blocks(codec: str, values: Tensor) -> Tensor:
-    """The bytes of `peers.codecs.encode(codec, values)`, as a uint8 tensor where the values are."""
-    found: Tensor = torch.ops.phalanx.encode_blocks(values, codec)
-    return found
+    """Return the bytes of `peers.codecs.encode(codec, values)` as a uint8 tensor on the device of the values."""
+    data: Tensor = torch.ops.phalanx.encode_blocks(values, codec)
+    return data
 
 
 def decode_blocks(codec: str, data: Tensor, count: int) -> Tensor:
-    """The vector of so many values; raises BadBytes for what `encode_blocks` never writes."""
+    """Return the vector of `count` values; raise BadBytes for bytes that `encode_blocks` never writes."""
     if data.numel() != encoded_bytes(codec, count):
         raise BadBytes(f"{data.numel()} bytes for {count} values in {codec}, which take {encoded_bytes(codec, count)}")
     values, bad = torch.ops.phalanx.decode_blocks(data, count, codec)
     if bool(bad):
         raise BadBytes(f"{codec}: a scale below zero, or a number that stands for nothing")
-    found: Tensor = values
-    return found
+    decoded: Tensor = values
+    return decoded
 
 
 @torch.library.impl("phalanx::encode_blocks", ("cpu", "cuda"))
 def _encode(values: Tensor, codec: str) -> Tensor:
     count = values.numel()
     if not can_launch(values) or not count:
-        found = np.frombuffer(encode(codec, values.detach().cpu().float().numpy()), dtype=np.uint8)
-        return torch.from_numpy(found.copy()).to(values.device)
+        encoded = np.frombuffer(encode(codec, values.detach().cpu().float().numpy()), dtype=np.uint8)
+        return torch.from_numpy(encoded.copy()).to(values.device)
     values = values.float().contiguous().view(-1)
-    block, most = CODECS[codec]
+    block, largest_code = CODECS[codec]
     blocks = -(-count // block)
     data = torch.empty(encoded_bytes(codec, count), dtype=torch.uint8, device=values.device)
     with on_device(values):
         _encode_tile[(triton.cdiv(count, VALUES),)](
             values, data[: blocks * SCALE_BYTES].view(torch.float32), data[blocks * SCALE_BYTES :], count, blocks,
-            BLOCK=block, HELD=VALUES // block, MOST=most, PACKS=codec == "int4", num_warps=4,
+            BLOCK=block, HELD=VALUES // block, MOST=largest_code, PACKS=codec == "int4", num_warps=4,
         )  # fmt: skip
     return data
 
@@ -83,10 +84,10 @@ def _decode(data: Tensor, count: int, codec: str) -> tuple[Tensor, Tensor]:
     bad = torch.zeros(1, dtype=torch.int32, device=data.device)
     if not can_launch(data) or not count:
         try:
-            found = decode(codec, data.cpu().numpy().tobytes(), count)
+            decoded = decode(codec, data.cpu().numpy().tobytes(), count)
         except BadBytes:
             return torch.zeros(count, device=data.device), bad + 1
-        return torch.from_numpy(np.asarray(found, dtype=np.float32)).to(data.device), bad
+        return torch.from_numpy(np.asarray(decoded, dtype=np.float32)).to(data.device), bad
     block, _ = CODECS[codec]
     blocks = -(-count // block)
     data = data.contiguous()
@@ -114,11 +115,11 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _whole_numbers(value, usable, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Rounded to nearest, ties to even, by adding 1.5 · 2²³; what is not finite becomes zero."""
+        """Round to nearest, ties to even, by adding 1.5 · 2²³; values that are not finite become zero."""
         quotient = tl.div_rn(value, usable + tl.zeros_like(value))
         finite = tl.abs(quotient) < float("inf")
-        held = tl.where(finite, tl.minimum(tl.maximum(quotient, -MOST * 1.0), MOST * 1.0), 0.0)
-        return ((held + 12582912.0) - 12582912.0).to(tl.int32)
+        clamped = tl.where(finite, tl.minimum(tl.maximum(quotient, -MOST * 1.0), MOST * 1.0), 0.0)
+        return ((clamped + 12582912.0) - 12582912.0).to(tl.int32)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _encode_tile(values, scales, out, count, blocks, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
@@ -127,20 +128,21 @@ if triton is not None:
         place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         value = tl.load(values + place, mask=place < count, other=0.0)
         bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1)
-        # Magnitudes keep their order as whole numbers, and not-a-number lies above infinity.
+        # The bits of magnitudes compare as integers in the same order, and NaN lies above infinity.
         most = bits.to(tl.float32, bitcast=True)
         scale = tl.div_rn(most, tl.zeros_like(most) + MOST * 1.0)
-        scale = tl.where(most == most, scale, most)  # a GPU's quotient of not-a-number has other bits than a host's
+        # The quotient of a NaN has other bits on a GPU than on a host: keep the NaN itself.
+        scale = tl.where(most == most, scale, most)
         tl.store(scales + row, scale, mask=row < blocks)
         usable = tl.where((scale < float("inf")) & (scale > 0), scale, 1.0)[:, None]
-        whole = _whole_numbers(value, usable, MOST)
+        codes = _whole_numbers(value, usable, MOST)
         if PACKS:
-            half = tl.where(place < count, whole + 8, 0)  # half a byte that stands for nothing is zero
+            half = tl.where(place < count, codes + 8, 0)  # an unused half byte is zero
             first, second = tl.split(tl.reshape(half, (HELD, BLOCK // 2, 2)))
             pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
             tl.store(out + pair, (first | (second << 4)).to(tl.uint8), mask=pair * 2 < count)
         else:
-            tl.store(out + place, whole.to(tl.int8).to(tl.uint8, bitcast=True), mask=place < count)
+            tl.store(out + place, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=place < count)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _decode_tile(scales, packed, values, bad, count, blocks, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
@@ -153,7 +155,7 @@ if triton is not None:
             byte = tl.load(packed + pair, mask=pair * 2 < count, other=0).to(tl.int32)
             half = tl.reshape(tl.join(byte & 15, byte >> 4), (HELD, BLOCK))
             place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            # Every half byte of a value says something, and the last one beyond an odd count nothing.
+            # A half byte of a value is never zero, and the unused one after an odd count always is.
             lost = (half == 0) == (place < count)
             wrong = tl.maximum(wrong, tl.max(tl.max((lost & (place <= count)).to(tl.int32), axis=1), axis=0))
             tl.store(values + place, (half - 8).to(tl.float32) * scale[:, None], mask=place < count)
@@ -188,13 +190,14 @@ def _scaled_blocks(values: Tensor, block: int, most: int) -> tuple[Tensor, Tenso
 
 
 def _decode_results(codec: str, results: Outputs, inputs: Inputs) -> Outputs:
-    """The numbers that scales and codes stand for, in blocks; not-a-number for what `encode` never writes."""
+    """Return the numbers that scales and codes represent, in blocks; NaN for codes that `encode` never writes."""
     scales, codes = results
     count, (block, _) = inputs[0].numel(), CODECS[codec]
     if codec == "int4":
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1)
         numbers = torch.where(halves > 0, halves.double() - 8.0, torch.nan)[:count]
-        numbers[-1:] += torch.where(halves[count:] == 0, 0.0, torch.nan).sum()  # nothing may follow the last
+        # The unused half byte must be zero.
+        numbers[-1:] += torch.where(halves[count:] == 0, 0.0, torch.nan).sum()
     else:
         numbers = torch.where(codes != -128, codes.double(), torch.nan)
     wide = torch.where(scales >= 0, scales.double(), torch.nan)
@@ -202,6 +205,7 @@ def _decode_results(codec: str, results: Outputs, inputs: Inputs) -> Outputs:
 
 
 def _encode_by_kernel(codec: str, values: Tensor) -> Outputs:
+    """Encode and return scales and codes as separate tensors, like the plain operations."""
     data = encode_blocks(codec, values)
     scale_bytes = -(-values.numel() // CODECS[codec][0]) * SCALE_BYTES
     codes = data[scale_bytes:]
@@ -214,7 +218,7 @@ def _make_values(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _make_uneven(block: int, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Blocks from 1e-12 to 1e12, some of them zero, and a mean that differs from block to block."""
+    """Draw blocks from 1e-12 to 1e12, some of them zero, with a mean that differs from block to block."""
     (values,) = _make_values(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     blocks = -(-shape["values"] // block)
@@ -226,7 +230,7 @@ def _make_uneven(block: int, shape: Shape, dtype: torch.dtype, device: torch.dev
 
 
 def _register(codec: str, plain: Callable[[Tensor], Outputs]) -> KernelOp:
-    block, most = CODECS[codec]
+    block, largest_code = CODECS[codec]
 
     def in_blocks(values: Tensor) -> Outputs:
         return (torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block),)
@@ -248,7 +252,7 @@ def _register(codec: str, plain: Callable[[Tensor], Outputs]) -> KernelOp:
             )],
             odd_shapes=[{"values": size} for size in (1, 129, 4097, 100_003)],
             count_work=count_work,
-            error_bound=lambda dtype: 0.5001 / most,
+            error_bound=lambda dtype: 0.5001 / largest_code,
             reduction_length=lambda shape: 1,
             structured_inputs={"uneven blocks": partial(_make_uneven, block)},
             dtypes=(torch.float32,),

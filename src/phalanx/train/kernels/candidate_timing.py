@@ -1,10 +1,11 @@
-"""Check and time kernels made from our own templates, in a process of their own: sources in, a JSON line for each out.
+"""Verification and timing of kernels made from the shipped templates, in a separate process: sources in, JSON lines
+out.
 
     echo '{"op": "rms-norm", "device": "cpu", "shape": {…}, "sources": […]}' |
         python -m phalanx.train.kernels.candidate_timing
 
-For text that we wrote ourselves: it guards against mistakes, not against cheats. Sources of others are for the guard of
-the kernel lab.
+Only for sources from the templates: it guards against mistakes, not against cheats. Other sources are for the guard
+of the kernel lab.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import torch
 from torch import Tensor
 
 EPS = 1e-5
-ERROR_BOUND = 4.0  # units in the last place, relative to the largest of the row
+ERROR_BOUND = 4.0  # multiples of the dtype's epsilon, relative to the largest value of the row
 RUNS = 20
 FLUSH_BYTES = 256 << 20  # more than any second-level cache
 
 
 def main() -> int:
-    """One request on stdin; what is known of the device first, then a line for each source."""
+    """Read one request from stdin; print a line about the device, then one line per source."""
     request = json.loads(sys.stdin.read())
     device = torch.device(request["device"])
     torch.set_num_threads(1 if device.type == "cpu" else torch.get_num_threads())
@@ -39,17 +40,19 @@ def main() -> int:
             try:
                 kernel = _load(Path(folder) / f"candidate_{number}.py", source)
                 _say({"number": number, **measure(kernel, request["shape"], device)})
-            except Exception as error:  # whatever a kernel raises is its own refusal
+            except Exception as error:  # any exception of a kernel refuses only that kernel
                 text = str(error).splitlines()
                 _say({"number": number, "why": f"{type(error).__name__}: {text[0][:300] if text else ''}"})
     return 0
 
 
 def _say(values: Mapping[str, Any]) -> None:
+    """Print one JSON line at once."""
     print(json.dumps(values), flush=True)
 
 
 def _load(path: Path, source: str) -> Callable[..., Tensor]:
+    """Write a source to a file, import it and return its kernel."""
     path.write_text(source, encoding="utf-8")  # Triton reads the text of its kernels from a file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -57,12 +60,12 @@ def _load(path: Path, source: str) -> Callable[..., Tensor]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    found: Callable[..., Tensor] = module.kernel
-    return found
+    kernel: Callable[..., Tensor] = module.kernel
+    return kernel
 
 
 def make_inputs(tokens: int, width: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-    """x and weight in bfloat16 on a GPU, float32 on a CPU, with rows of very different size."""
+    """Draw x and weight, bfloat16 on a GPU and float32 on a CPU, with rows whose sizes differ by up to 10,000 times."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rng = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.empty(tokens, 1).uniform_(-2, 2, generator=rng)
@@ -72,7 +75,7 @@ def make_inputs(tokens: int, width: int, device: torch.device, seed: int) -> tup
 
 
 def worst_error(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor) -> float:
-    """Error over what is allowed; infinite for a wrong shape, type or changed input."""
+    """Return the largest error over the allowed one; infinite for a wrong shape or dtype, or a changed input."""
     before = (x.clone(), weight.clone())
     out = kernel(x, weight)
     if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype:
@@ -81,13 +84,13 @@ def worst_error(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor) -> flo
         return float("inf")
     wide = before[0].double()
     truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * before[1].double()
-    off = (out.double() - truth).abs().amax(-1) / truth.abs().amax(-1)
+    error = (out.double() - truth).abs().amax(-1) / truth.abs().amax(-1)
     bound = ERROR_BOUND * torch.finfo(x.dtype).eps
-    return float(off.max()) / bound if bool(torch.isfinite(off).all()) else float("inf")
+    return float(error.max()) / bound if bool(torch.isfinite(error).all()) else float("inf")
 
 
 def measure(kernel: Callable[..., Tensor], shape: Mapping[str, int], device: torch.device) -> dict[str, Any]:
-    """Right at odd sizes and at the asked one, then the median time of new inputs each."""
+    """Verify a kernel at odd sizes and at the requested shape, then return its median time and minimum bytes."""
     tokens, width = int(shape["tokens"]), int(shape["width"])
     for rows, columns, seed in ((5, 96, 1), (37, width - 3, 2), (64, width, 3)):
         error = worst_error(kernel, *make_inputs(rows, columns, device, seed))
@@ -102,15 +105,15 @@ def measure(kernel: Callable[..., Tensor], shape: Mapping[str, int], device: tor
 
 
 def time_kernel(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call; on a GPU from a cold second-level cache."""
+    """Return the median seconds of a call; on a GPU with a cold L2 cache."""
     call()
     if device.type != "cuda":
-        found = []
+        samples = []
         for _ in range(RUNS // 2):
             start = time.perf_counter()
             call()
-            found.append(time.perf_counter() - start)
-        return median(found)
+            samples.append(time.perf_counter() - start)
+        return median(samples)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
     for begin, end in events:
@@ -123,7 +126,7 @@ def time_kernel(call: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by the best of a few copies: the speed of light of what only moves memory."""
+    """Return bytes read and written per second by a large copy, the speed of light of memory-bound operations."""
     size = (1 << 30) if device.type == "cuda" else (64 << 20)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -132,7 +135,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """For the archive: times of one device say nothing of another."""
+    """Return the device's name for the archive, as times are only comparable on one kind of device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one core"
 
 

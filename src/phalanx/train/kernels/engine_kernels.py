@@ -1,4 +1,4 @@
-"""The kernels of a step: selected when the engine is built, printed at the start, compared with the third step."""
+"""The kernels of a step: selected when the engine is built, printed at the start, compared with the time of step 3."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class StepKernels:
     optimizer: KernelChoice | None = None
     attention: KernelChoice | None = None
     layers: LayerKernels | None = None
-    layer: KernelChoice | None = None  # a whole compiled layer, in its only form: timed for the promise alone
+    # A whole compiled layer, which has one variant: timed for the promise only.
+    layer: KernelChoice | None = None
     float8: KernelChoice | None = None  # a whole layer in fp8
     float8_head: KernelChoice | None = None
 
@@ -50,17 +51,17 @@ class StepKernels:
         """Return a line per choice for the console."""
         lines = [self.attention.describe()] if self.attention is not None else []
         lines += self.layers.describe() if self.layers is not None else []
-        lines += [one.describe() for one in (self.float8, self.float8_head) if one is not None]
+        lines += [choice.describe() for choice in (self.float8, self.float8_head) if choice is not None]
         return [*lines, self.optimizer.describe()] if self.optimizer is not None else lines
 
     def promise(self, *, layers: int, micro_batches: int) -> StepPromise | None:
-        """Return the sum of the measured parts of a step, or None where one of them was not measured."""
+        """Return the sum of the measured times of a step's parts, or None if one of them was not measured."""
         layer = self.float8 or self.layer
         head = self.float8_head or (self.layers.choices.get(LOSS) if self.layers is not None else None)
-        times = [one.time_ms if one is not None else None for one in (layer, head, self.optimizer)]
+        times = [choice.time_ms if choice is not None else None for choice in (layer, head, self.optimizer)]
         if None in times:
             return None
-        layer_ms, head_ms, optimizer_ms = (one for one in times if one is not None)
+        layer_ms, head_ms, optimizer_ms = (time_ms for time_ms in times if time_ms is not None)
         return StepPromise(
             layers_ms=layers * micro_batches * layer_ms, head_ms=micro_batches * head_ms, optimizer_ms=optimizer_ms
         )
@@ -76,7 +77,7 @@ class StepPromise:
 
     @property
     def total_ms(self) -> float:
-        """Return the time of a step that has no other part: embedding, gradient norm and host come on top."""
+        """Time of a step without its other parts; embedding, gradient norm and host come on top."""
         return self.layers_ms + self.head_ms + self.optimizer_ms
 
     def compare(self, step_s: float) -> tuple[str, bool]:
@@ -88,8 +89,8 @@ class StepPromise:
         ('a step takes 1,005 ms, 2.6 % above the 980 ms that its kernels took when they were selected', False)
         """
         over = step_s * 1e3 / self.total_ms - 1.0
-        than = f"{abs(over):.1%}".replace("%", " %") + (" above" if over >= 0 else " below")
-        line = f"a step takes {step_s * 1e3:,.0f} ms, {than} the {self.total_ms:,.0f} ms that its kernels took"
+        difference = f"{abs(over):.1%}".replace("%", " %") + (" above" if over >= 0 else " below")
+        line = f"a step takes {step_s * 1e3:,.0f} ms, {difference} the {self.total_ms:,.0f} ms that its kernels took"
         if over <= PROMISE_SLACK:
             return f"{line} when they were selected", False
         parts = (
@@ -105,7 +106,7 @@ class StepPromise:
 def choose_kernels(
     optimizer: Optimizer, models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int
 ) -> StepKernels:
-    """Choose before the first step; every rank calls this."""
+    """Select all kernels before the first step; every rank must call this."""
     folder = kernel_cache_folder(os.environ)
     # Attention first: whole layers are timed with the kernel that they will use.
     attention = choose_attention(models, settings, device, world=world, folder=folder)
@@ -122,12 +123,12 @@ def choose_kernels(
 def time_compiled_layer(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> KernelChoice | None:
-    """Time one compiled dense layer in 16 bit, for what a step promises.
+    """Time one compiled dense layer in 16 bit, as the basis of the promised step time.
 
-    None on several ranks, where a layer's time includes waits for others, and where layers are not compiled, are
-    recomputed or offloaded, or have experts, whose time depends on the routing.
+    Returns None on several ranks, where a layer's time includes waiting for other ranks, and where layers are not
+    compiled, are recomputed or offloaded, or have experts, whose time depends on the routing.
     """
-    decoders = [one for one in models if isinstance(one, Decoder)]
+    decoders = [model for model in models if isinstance(model, Decoder)]
     layout = settings.layout
     is_plain = layout.recompute == "none" and layout.offload == "none" and settings.compute in ("bf16", "fp16")
     if device.type != "cuda" or world > 1 or not settings.compile or not is_plain or not decoders:
@@ -152,9 +153,9 @@ def time_compiled_layer(
 
 
 def choose_optimizer_kernel(optimizer: Optimizer, device: torch.device, *, world: int) -> KernelChoice | None:
-    """Let AdamW take its faster kernel; every rank calls this, and all take what rank 0 measured.
+    """Set AdamW's faster kernel; every rank must call this, and all use the choice of rank 0.
 
-    Ranks that hold copies of a weight must round it alike.
+    Ranks that have copies of a weight must round it alike.
     """
     if device.type != "cuda" or not isinstance(optimizer, AdamW):
         return None
@@ -162,27 +163,29 @@ def choose_optimizer_kernel(optimizer: Optimizer, device: torch.device, *, world
     is_ours = torch.tensor([float(choice is not None and choice.variant != BUILTIN)], device=device)
     if world > 1:
         dist.broadcast(is_ours, 0)
-        # What one rank can run another may not: its shards may be empty, or in another format.
-        able = torch.tensor([float(optimizer.takes_own_kernel)], device=device)
-        dist.all_reduce(able, op=dist.ReduceOp.MIN)
-        is_ours *= able
+        # A rank may be unable to run it: its shards may be empty, or in another dtype.
+        is_supported = torch.tensor([float(optimizer.takes_own_kernel)], device=device)
+        dist.all_reduce(is_supported, op=dist.ReduceOp.MIN)
+        is_ours *= is_supported
     optimizer.kernel = "triton" if is_ours.item() else BUILTIN
     return choice
 
 
 def kernel_lines(engine: Engine) -> list[str]:
-    """What this rank's step does otherwise than plain PyTorch, for a person; nothing on a CPU by default."""
+    """Return lines for the console about this rank's deviations from plain PyTorch; by default none on a CPU."""
     settings, shape, device = engine.settings, engine.shape, engine.device
     layout, size = settings.layout, settings.compute_dtype.itemsize
     tokens = layout.micro_batch * settings.sequence // layout.context
     lines = []
     if settings.chunks_loss(shape, device):
-        part, each = int(loss_chunk(tokens, shape.vocab)), shape.vocab * size
-        if part < tokens:
-            held = f"logits of {part:,} tokens at a time, {format_bytes(part * each)} of {format_bytes(tokens * each)}"
+        chunk, each = int(loss_chunk(tokens, shape.vocab)), shape.vocab * size
+        if chunk < tokens:
+            note = (
+                f"logits of {chunk:,} tokens at a time, {format_bytes(chunk * each)} of {format_bytes(tokens * each)}"
+            )
         else:
-            held = f"logits become their gradient in place, {format_bytes(tokens * each)}"
-        lines.append(f"head and loss: {held}")
+            note = f"logits become their gradient in place, {format_bytes(tokens * each)}"
+        lines.append(f"head and loss: {note}")
     elif settings.fp8_head:
         lines.append("head and loss: in 16 bit; fp8 needs a loss in parts (train.lean, no tensor or pipeline ranks)")
     if settings.drops_product(shape, device):

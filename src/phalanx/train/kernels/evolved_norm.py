@@ -1,8 +1,8 @@
-"""RMSNorm by the winner of `phalanx evolve kernels`: a template of ours with the numbers that a search found.
+"""RMSNorm by the winner of `phalanx evolve kernels`: a kernel template filled with the values that the search found.
 
-The user's cache has the numbers only. The text around them is ours, whatever the cache says, and values that are not of
-the template's lists are no winner. Forward is the winner's, backward the kernel of rms_norm.py, which makes 1 / rms of
-each row again.
+The user's cache holds the values only. The source text is the shipped template, whatever the cache contains, and
+values outside the template's lists are ignored. The forward pass is the winner's kernel; the backward pass is the
+kernel of rms_norm.py, which recomputes 1 / rms of each row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.train.kernels.rms_norm import EPS, norm_gradients
 from phalanx.train.kernels.selector import choice_key
 from phalanx.train.kernels.source_module import load_source
 
-SEARCHED_TYPE = torch.bfloat16  # of the rows that a search on a GPU measures (candidate_timing.py)
+SEARCHED_TYPE = torch.bfloat16  # the dtype that a search on a GPU measures (candidate_timing.py)
 NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -44,30 +44,31 @@ class _EvolvedNorm(torch.autograd.Function):
 
 @cache
 def _loaded_kernel(source: str, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Load a source with its epsilon replaced, as a module named by its digest; return its kernel."""
     text = source.replace("EPS = 1e-5", f"EPS = {float(eps)!r}", 1)
     name = f"phalanx_evolved_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    found: Callable[[Tensor, Tensor], Tensor] = load_source(name, text).kernel
-    return found
+    kernel: Callable[[Tensor, Tensor], Tensor] = load_source(name, text).kernel
+    return kernel
 
 
 def evolved_norm(source: str) -> NormKernel:
-    """RMSNorm with gradients by a template's source."""
+    """Return an RMSNorm with gradients whose forward pass is the kernel of `source`."""
 
     def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        found: Tensor = _EvolvedNorm.apply(x, weight_D, eps, source)
-        return found
+        normed: Tensor = _EvolvedNorm.apply(x, weight_D, eps, source)
+        return normed
 
     return norm
 
 
 def remember_winner(op: str, genome: Mapping[str, Any], width: int, device: str, folder: Path | None) -> None:
-    """Put the numbers of a search's winner into the user's cache: the selector measures it from now on."""
+    """Store the values of a search's winner in the user's cache, so that later runs measure it as a variant."""
     values = {name: value for name, value in genome.items() if name != "source"}
     write_winner(choice_key(op, {"width": width}, SEARCHED_TYPE, torch.device(device)), values, folder)
 
 
 def find_winner(op: str, width: int, dtype: torch.dtype, device: torch.device, folder: Path | None) -> str:
-    """The source of the winner for rows of this width on this device; empty where there is none."""
+    """Return the source of the winner for rows of this width on this device; empty if there is none."""
     genome = read_winners(folder).get(choice_key(op, {"width": width}, dtype, device))
     if genome is None:
         return ""
@@ -78,11 +79,11 @@ def find_winner(op: str, width: int, dtype: torch.dtype, device: torch.device, f
 
 
 def winner_name(source: str) -> str:
-    """As a variant: another winner is measured anew."""
+    """Return the variant's name, which changes with the source so that another winner is measured anew."""
     return f"evolved-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def with_winner(op: KernelOp, source: str) -> KernelOp:
-    """The operation with one variant more, which the selector judges and times like the others."""
+    """Return the operation with the winner as another variant, which the selector verifies and times like the rest."""
     norm = evolved_norm(source)
     return replace(op, variants={**op.variants, winner_name(source): lambda x, weight: (norm(x, weight, EPS),)})

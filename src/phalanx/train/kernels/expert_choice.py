@@ -1,8 +1,8 @@
-"""How tokens reach experts in compiled blocks: a layer is compiled and timed each way, and the faster is taken.
+"""Choice of the kernels that move tokens to experts in compiled blocks: a layer is compiled and timed with each.
 
-The compiler copies rows in one pass too, and adds what stands beside them in the same pass; a kernel of ours keeps it
-from that. So neither is timed alone, but a norm, a mixture of experts and the sum behind it, with experts so narrow
-that moving rows is most of the work. Blocks that are not compiled take what `selector.choose_variant` measures.
+The compiler also copies rows in one pass, and fuses additions next to it into the same pass; a custom kernel prevents
+that. So the kernels are not timed alone but in a layer: a norm, a mixture of experts and the residual sum, with
+experts so narrow that moving rows is most of the work. Blocks that are not compiled use `selector.choose_variant`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from phalanx.train.models.moe import Experts, Moe
 GATHER, COMBINE = EXPERT_GATHER.name, EXPERT_COMBINE.name
 OURS = "triton"
 NARROW = 64  # width of the experts that are timed
-FLUSHES = 200  # some 12 ms on an H200: the host issues a whole layer meanwhile
+FLUSHES = 200  # some 12 ms on an H200, in which the host issues a whole layer
 
 
 def expert_shape(shape: ModelShape, tokens: int) -> Shape:
-    """Sizes of both operations."""
+    """Return the sizes of both operations, gather and combine."""
     return {"tokens": tokens, "width": shape.hidden, "experts": shape.experts, "chosen": shape.experts_per_token}
 
 
 def can_choose(shape: ModelShape, dtype: torch.dtype, *, compiled: bool) -> bool:
-    """Whether there is something to choose: compiled, only experts whose products are grouped.
+    """Return whether row movement has a kernel choice: in compiled blocks, only where expert products are grouped.
 
-    Others run one after the other in sizes that change with every step, which are not compiled to advantage anyway.
+    Otherwise experts run one after the other in sizes that change with every step, which compilation does not speed
+    up.
     """
     return shape.is_moe and (not compiled or (dtype is torch.bfloat16 and shape.hidden % 8 == 0))
 
@@ -54,22 +55,24 @@ def choose_in_layer(
     op: KernelOp, shape: ModelShape, asked: Shape, dtype: torch.dtype, device: torch.device, *, backend: str,
     folder: Path | None,
 ) -> KernelChoice:  # fmt: skip
-    """The faster way of one of the two operations in a compiled block; remembered as other choices are."""
+    """Select the faster variant of gather or combine in a compiled block; the choice is cached as others are."""
     key = choice_key(op.name, {**asked, "shared": shape.shared_experts, "compiled": 1}, dtype, device)
 
     def measure() -> dict[str, Timing]:
-        drawn = [device] if device.type == "cuda" else []
+        forked_devices = [device] if device.type == "cuda" else []
         calls = {}
-        # A run that measured draws the same numbers afterwards as one that remembered.
-        with torch.random.fork_rng(drawn):
+        # A run that measures must draw the same random numbers afterwards as a run that uses the cache.
+        with torch.random.fork_rng(forked_devices):
             for variant in [BUILTIN, *([OURS] if is_right(op, OURS, dtype, device) else [])]:
-                ours = op.name if variant == OURS else ""
+                kernel_name = op.name if variant == OURS else ""
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    calls[variant] = layer_call(shape, asked["tokens"], dtype, device, backend=backend, ours=ours)
+                    calls[variant] = layer_call(
+                        shape, asked["tokens"], dtype, device, backend=backend, ours=kernel_name
+                    )
             timings = time_in_turn(calls, device, rounds=10, flushes=FLUSHES)
         calls.clear()
         torch.cuda.empty_cache()
-        torch._dynamo.reset()  # the versions compiled here count against the limit of a block's own
+        torch._dynamo.reset()  # versions compiled here would count towards the recompile limit of the model's blocks
         return {BUILTIN: Timing(median_ms=math.inf)} | timings
 
     return choose_measured(op.name, key, [BUILTIN, OURS], measure, folder=folder)
@@ -78,7 +81,7 @@ def choose_in_layer(
 def layer_call(
     shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device, *, backend: str, ours: str
 ) -> Callable[[], object]:
-    """Forward and backward of the compiled layer, with one operation by our kernel or none."""
+    """Return a call of forward and backward of the compiled layer; `ours` names the operation with a Triton kernel."""
     with device:
         layer = _ExpertLayer(replace(shape, expert_ffn=NARROW)).to(dtype)
         for parameter in layer.parameters():
@@ -86,7 +89,7 @@ def layer_call(
         x_BSD = torch.randn(1, tokens, shape.hidden, dtype=dtype, requires_grad=True)
         grad_BSD = torch.randn_like(x_BSD)
     use_expert_kernels(layer.moe.experts, gather=ours == GATHER, combine=ours == COMBINE)
-    layer.moe.experts.requires_grad_(False)  # only what moves rows is of interest
+    layer.moe.experts.requires_grad_(False)  # only the movement of rows is timed
     layer.compile(backend=backend)
 
     def call() -> object:
@@ -97,6 +100,8 @@ def layer_call(
 
 
 class _ExpertLayer(nn.Module):
+    """A norm, a mixture of experts and the residual sum."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm = norm_of(shape)
@@ -108,6 +113,6 @@ class _ExpertLayer(nn.Module):
 
 
 def use_expert_kernels(experts: Experts, *, gather: bool, combine: bool) -> None:
-    """Let a layer's rows move by our kernels, or by plain operations."""
+    """Set whether a layer's rows are moved by the Triton kernels or by plain operations."""
     experts.gather_kernel = gather_rows if gather else None
     experts.combine_kernel = combine_rows if combine else None

@@ -1,6 +1,7 @@
-"""The fp8 kernels of a layer in the catalogue: rows in fp8 and their transposed copy, against compiled plain code.
+"""The fp8 kernels of a layer in the catalogue: rows in fp8 and their transposed copy, compared with compiled plain
+code.
 
-What is compared with float64 are the numbers that the rounded rows and the transposed copy stand for.
+The values that the rounded rows and the transposed copy represent are compared with float64.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from phalanx.train.kernels.kernel_op import (
 )
 
 EPS = 1e-5
-BOUND = 0.0625 * 1.02  # 1/16 of the row's largest; the truth is float64's, the rounded number float32's
+# 1/16 of the row's largest; 2 % more, because the rounded number was computed in float32.
+BOUND = 0.0625 * 1.02
 # The transposed copy has one scale for all rows: small rows are rounded to e4m3's smallest number, 2⁻⁹ of a scale, of
 # which the largest element is 448.
 STEP = 2.0**-9 / 448 * 0.5 * 1.02
@@ -39,8 +41,9 @@ Rounded = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, their scales, the trans
 
 
 def _both_copies(rows: Tensor, scale: Tensor) -> Rounded:
-    whole = scale.amax()
-    return rows, scale, turned_rows(rows, scale, whole), whole
+    """Return rows, scales, the transposed copy made from the rounded rows, and its scale."""
+    matrix_scale = scale.amax()
+    return rows, scale, turned_rows(rows, scale, matrix_scale), matrix_scale
 
 
 def _plain_copies(value: Tensor) -> Rounded:
@@ -55,7 +58,7 @@ def _plain_norm(x: Tensor, more: Tensor, weight: Tensor) -> Rounded:
 
 
 def _exact_norm(x: Tensor, more: Tensor, weight: Tensor) -> Tensor:
-    # The sum is rounded to the stream's format, here as there.
+    # The sum is rounded to the stream's dtype, as the kernel does.
     stream = x + more
     wide = stream.to(torch.promote_types(x.dtype, torch.float32))
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.to(wide.dtype)
@@ -70,9 +73,10 @@ def _plain_swiglu_gradients(grad: Tensor, gate_up: Tensor) -> Rounded:
 
 
 def _decode_copies(results: Outputs, inputs: Inputs) -> Outputs:
+    """Return the values that the rows and the transposed copy represent, in float64."""
     del inputs
-    rows, scale, transposed, whole = (one.double() for one in results)
-    return rows * scale, transposed.t() * whole
+    rows, scale, transposed, matrix_scale = (tensor.double() for tensor in results)
+    return rows * scale, transposed.t() * matrix_scale
 
 
 PLAIN: dict[str, Callable[..., Rounded]] = {
@@ -99,14 +103,15 @@ SUMMARY = {
     "float8-swiglu": "silu(gate) · up into fp8 rows and their transposed copy",
     "float8-swiglu-gradients": "gradients of gate and up into fp8 rows and their transposed copy",
 }
-# Bytes per element of the product or the rows: read and written at least, where 16 bit come in.
+# Minimum bytes read and written per element of the product or the rows, with inputs in 16 bit.
 BYTES = {"float8-rows": (2, 2), "float8-norm": (4, 4), "float8-swiglu": (4, 2), "float8-swiglu-gradients": (6, 4)}
 
 
 @cache
 def _compiled(name: str) -> Callable[..., Rounded]:
-    found: Callable[..., Rounded] = torch.compile(PLAIN[name], dynamic=False)
-    return found
+    """Return the plain operations, compiled."""
+    compiled: Callable[..., Rounded] = torch.compile(PLAIN[name], dynamic=False)
+    return compiled
 
 
 def _draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -128,9 +133,9 @@ def _draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, see
 
 
 def _draw_small(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Gradients of 1e-8, as a mean over millions of tokens gives them: a scale with a floor would lose them."""
-    first, *rest = _draw(name, shape, dtype, device, seed)
-    return first * 2.0**-26, *rest
+    """Draw gradients of 1e-8, the size of a mean over millions of tokens: a scale with a floor would lose them."""
+    first, *remaining = _draw(name, shape, dtype, device, seed)
+    return first * 2.0**-26, *remaining
 
 
 def _count_work(name: str, shape: Shape, dtype: torch.dtype) -> KernelWork:
@@ -164,13 +169,13 @@ def _register(name: str) -> KernelOp:
             summary=SUMMARY[name],
             reference=exact,
             variants={"builtin": PLAIN[name], "triton": FUSED[name]},
-            # As it was inside of a compiled block.
+            # As in a compiled block.
             timed_in_place={
                 "builtin": lambda *inputs: (_compiled(name) if inputs[0].is_cuda else PLAIN[name])(*inputs)
             },
             format=ResultFormat(encode=PLAIN[name], decode=_decode_copies, steps=(0.0, STEP)),
             make_inputs=partial(_draw, name),
-            # The two that round gradients.
+            # The two operations that round gradients.
             structured_inputs=(
                 {"small gradients": partial(_draw_small, name)}
                 if name in ("float8-rows", "float8-swiglu-gradients")

@@ -1,18 +1,19 @@
-"""The three products of the output head in fp8, with the loss between them, a part of the tokens at a time.
+"""The three matrix products of the output head in fp8, with the loss between them, for a chunk of the tokens at a
+time.
 
 Hidden states and weight are rounded to e4m3 with a power of two per row for the logits, and read transposed under one
-scale for the gradients, as in a layer (`float8_rows.py`). The gradient of a logit is its probability, less one at the
-target: it lies between -1 and 1 whatever the model does, so one constant is its scale and no largest value is looked
-for. It is rounded to e5m2, whose numbers reach from 1 down to 5e-10 there: in e4m3 everything below 2e-6 would become
-zero, and with 128,256 words that is the probability of most of them, which then nothing would push down. The kernel of
-the loss writes fp8 itself, 1 byte where 16 bit would be written and read again.
+scale for the gradients, as in a layer (`float8_rows.py`). The gradient of a logit is its probability, minus one at
+the target, so it always lies between -1 and 1 and has a constant scale: no maximum needs to be computed. It is
+rounded to e5m2, whose values reach from 1 down to 5e-10 under that scale. In e4m3 every probability below 2e-6 would
+become zero, which with 128,256 words is most of them, and these words would never be pushed down. The kernel of the
+loss writes fp8 itself: 1 byte instead of writing and rereading 16 bits.
 
-The gradient of the weight sums over the tokens of several parts at once (`GROUP_LOGITS`): fp8 products cannot add to
-what is there. All sums are kept in fp32 (`parallel/float8.py` says why): with fast ones logits of 512 products each
-came out 0.2 % too small on an H200.
+The gradient of the weight sums over the tokens of several chunks at once (`group_tokens`), because fp8 products
+cannot add to their output. All sums are kept in fp32 (`parallel/float8.py` gives the reason): with fast sums, logits
+of 512 products each came out 0.2 % too small on an H200.
 
-Error: e5m2 keeps 3 significant bits, so a logit's gradient is off by at most 1/8 of itself; logits by what rounding
-both factors to e4m3 does, at most 1/8 of the sum of |hidden · weight|.
+Error: e5m2 keeps 3 significant bits, so a logit's gradient is off by at most 1/8 of itself; logits are off by the
+rounding of both factors to e4m3, at most 1/8 of the sum of |hidden · weight|.
 
 T tokens, D model, V vocabulary.
 """
@@ -36,21 +37,21 @@ except ImportError:  # torch for CPUs comes without it
     triton = None
 
 GRADIENT_FORMAT = torch.float8_e5m2
-GRADIENT_SCALE = 2.0**-15  # e5m2 reaches 57,344: 1 becomes 32,768
+GRADIENT_SCALE = 2.0**-15  # the largest e5m2 number is 57,344: 1 becomes 32,768
 TILE_WORDS, TURN_WARPS = 32, 4  # a tile of 128 × 128 bytes
 
 torch.library.define("phalanx::cross_entropy_float8", "(Tensor logits, Tensor targets) -> (Tensor, Tensor)")
 
 
 def fits_float8_head(tokens: int, width: int, vocab: int) -> bool:
-    """Whether fp8 products take these sizes."""
+    """Return whether fp8 products support these sizes."""
     return not (tokens % UNIT or width % UNIT or vocab % UNIT)
 
 
 def float8_loss_and_gradients(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of `scale` times it by hidden states and weight."""
+    """Return the summed loss, and the gradients of `scale` times the loss with respect to hidden states and weight."""
     tokens, vocab, dtype = hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.dtype
     chunk = chunk or int(loss_chunk(tokens, vocab))
     grad_hidden, grad_weight = torch.empty_like(hidden_TD), None
@@ -66,13 +67,13 @@ def float8_loss_and_gradients(
         inputs = scaled_rows(hidden_TD[first:last])
         for start in range(first, last, chunk):
             stop = min(start + chunk, last)
-            here = slice(start - first, stop - first)
-            logits_TV = multiply_fp8((inputs[0][here], inputs[1][here]), by_row, dtype, fast_sums=False)
-            gradient_TV, found = torch.ops.phalanx.cross_entropy_float8(logits_TV, targets_T[start:stop])
+            chunk_tokens = slice(start - first, stop - first)
+            logits_TV = multiply_fp8((inputs[0][chunk_tokens], inputs[1][chunk_tokens]), by_row, dtype, fast_sums=False)
+            gradient_TV, chunk_losses = torch.ops.phalanx.cross_entropy_float8(logits_TV, targets_T[start:stop])
             del logits_TV
-            losses.append(found)
+            losses.append(chunk_losses)
             grad_hidden[start:stop] = multiply_fp8((gradient_TV, gradient_scale), by_column, dtype, fast_sums=False)
-            turn_bytes(gradient_TV, turned_VT[:, here])
+            turn_bytes(gradient_TV, turned_VT[:, chunk_tokens])
             del gradient_TV
         input_scale = inputs[1].amax()
         turned_inputs = turned_rows(*inputs, input_scale), input_scale
@@ -83,12 +84,12 @@ def float8_loss_and_gradients(
     return torch.cat(losses).sum(), grad_hidden, grad_weight
 
 
-# Logits into fp8 gradients. -----------------------------------------------------------------------------------------
+# Logits to fp8 gradients. -------------------------------------------------------------------------------------------
 
 
 @torch.library.impl("phalanx::cross_entropy_float8", ("cpu", "cuda"))
 def _round_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the summed loss by the logits, in e5m2 under `GRADIENT_SCALE`, and losses_T."""
+    """Return the gradient of the summed loss by the logits, in e5m2 under `GRADIENT_SCALE`, and losses_T."""
     if not can_launch(logits_TV):
         return plain_float8_gradient(logits_TV, targets_T)
     tokens, vocab = logits_TV.shape
@@ -104,7 +105,7 @@ def _round_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tenso
 
 
 def plain_float8_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernel computes, in plain operations."""
+    """Compute the kernel's result in plain operations."""
     grad_TV, losses_T = plain_row_gradients(logits_TV, targets_T)
     return (grad_TV / GRADIENT_SCALE).to(GRADIENT_FORMAT), losses_T
 
@@ -117,10 +118,10 @@ def _gradient_shapes(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 
 
 def turn_bytes(rows_TV: Tensor, out_VT: Tensor) -> None:
-    """Write the transposed matrix into `out_VT`, whose rows may be parts of longer ones."""
+    """Write the transposed matrix into `out_VT`, whose rows may be slices of longer rows."""
     tokens, columns = rows_TV.shape
     step = out_VT.stride(0)
-    # Triton's interpreter knows no assembly.
+    # Triton's interpreter cannot run inline assembly; the kernel moves words of 4 bytes.
     if not can_launch(rows_TV) or INTERPRETED or tokens % 4 or columns % 4 or step % 4 or out_VT.storage_offset() % 4:
         out_VT.copy_(rows_TV.t())
         return
@@ -138,7 +139,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_float8_gradient(logits, targets, out, losses, vocab, stride, factor,  # type: ignore[no-untyped-def]
                              IGNORED_TARGET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-        """`_row_gradient` of linear_cross_entropy.py, written to another matrix in one byte."""
+        """`_row_gradient` of linear_cross_entropy.py, written to a separate matrix with one byte per element."""
         LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)
         start_of_row, start_of_out = logits + row * stride, out + row * vocab
@@ -151,19 +152,19 @@ if triton is not None:
             tl.store(losses + row, 0.0)
         else:
             is_word = (target >= 0) & (target < vocab)
-            wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
+            target_logit = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
             logsum = row_log2_sum(start_of_row, vocab, BLOCK)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)
                 gradient = tl.exp2(x * LOG2E - logsum) - tl.where(column == target, 1.0, 0.0)
                 tl.store(start_of_out + column, (gradient * factor).to(tl.float8e5), mask=column < vocab)
-            tl.store(losses + row, logsum / LOG2E - wanted)
+            tl.store(losses + row, logsum / LOG2E - target_logit)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _turn_plain_words(rows, out, tokens, columns, step,  # type: ignore[no-untyped-def]
                           TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-        """Sizes count words of four bytes; each program takes TOKENS × COLUMNS of them (`_turn_words`, unscaled)."""
+        """Transpose words of 4 bytes, TOKENS × COLUMNS of them per program; `_turn_words` without scales."""
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (token < tokens)[:, None] & (column < columns)[None, :]

@@ -1,7 +1,8 @@
-"""RMSNorm, with the sum before it, straight into rows of fp8: what is normed is never written in 16 bit.
+"""RMSNorm, with the residual sum before it, straight to rows of fp8: the normed values are never written in 16 bit.
 
-Forward reads x, and what is added to it, and writes their sum, rows in e4m3 with powers of two as scales, and 1 / rms
-of every row for backward. Backward is that of `rms_norm.py`: the gradient comes from an fp8 product, in 16 bit.
+Forward reads x and the tensor that is added to it, and writes their sum, rows in e4m3 with powers of two as scales,
+and 1 / rms of every row for backward. Backward is that of `rms_norm.py`: the gradient comes from an fp8 product, in
+16 bit.
 
 Error: that of `float8_rows.py` on top of float32's own. T tokens, D model.
 """
@@ -37,9 +38,9 @@ torch.library.define(
 def float8_norm_rows(
     x_TD: Tensor, more_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rounded rows of the norm of x + more, their scales, the sum (empty without `more`), and 1 / rms of its rows."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.phalanx.float8_norm_rows(x_TD, more_TD, weight_D, eps)
-    return found
+    """Return rounded rows of norm(x + more), their scales, the sum (empty without `more`), and 1 / rms of its rows."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.phalanx.float8_norm_rows(x_TD, more_TD, weight_D, eps)
+    return results
 
 
 @torch.library.impl("phalanx::float8_norm_rows", ("cpu", "cuda"))
@@ -91,7 +92,7 @@ if triton is not None:
         inside, place = column < width, row * width + column
         value = tl.load(x + place, mask=inside, other=0.0)
         if ADDS:
-            # Rounded to the stream's format first: the norm is that of what the next layer reads.
+            # Rounded to the stream's dtype first: the norm is of the values that the next layer reads.
             value = (value.to(tl.float32) + tl.load(more + place, mask=inside, other=0.0).to(tl.float32)).to(
                 value.dtype
             )

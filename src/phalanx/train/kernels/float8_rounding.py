@@ -1,15 +1,16 @@
-"""Matrices rounded to fp8 with one scale per row, or with one for all and transposed: the factors of fp8 products.
+"""Rounding of matrices to fp8 factors: with one scale per row, or transposed with one scale for the whole matrix.
 
-An fp8 product reads both factors along what it sums over. A weight gradient sums over tokens, and activations and
-gradients lie the other way: they are rounded into a transposed copy, which plain operations send through memory twice.
-Here one kernel rounds and transposes tile by tile, with one scale for the matrix: 3 bytes per element. The rows' scales
-are known by then, and the largest of them is that scale; one per column would take another pass over the matrix.
+An fp8 product reads both factors along the dimension it sums over. A weight gradient sums over tokens, but
+activations and gradients are stored with tokens as rows: they are rounded into a transposed copy, for which plain
+operations pass through memory twice. Here one kernel rounds and transposes tile by tile, with one scale for the
+matrix: 3 bytes per element. The rows' scales are known by then, and the largest of them is that scale; one scale per
+column would take another pass over the matrix.
 
-Rows are rounded by plain operations where they are compiled, fused with what made them; elsewhere, in blocks that are
-computed again in backward, by one kernel instead of seven.
+In compiled code rows are rounded by plain operations, which the compiler fuses with the code that produced them.
+Elsewhere, such as in blocks that are recomputed in backward, one kernel replaces seven.
 
 Error: e4m3 keeps 4 significant bits, so an element is off by at most 1/16 of itself, or by 2⁻¹⁰ / 448 of the largest
-under its scale where it is smaller than 2⁻⁶ / 448 of that.
+element under its scale where it is smaller than 2⁻⁶ / 448 of that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ImportError:  # torch for CPUs comes without it
 
 FORMAT = torch.float8_e4m3fn
 MOST = 448.0  # largest e4m3 number
-LEAST = 1e-12  # a column of zeros has a scale too
+LEAST = 1e-12  # lower bound of the maximum, so that the scale of zeros is not zero
 TILE_TOKENS, TILE_COLUMNS = 128, 64  # the fastest of six on an H200, at widths from 2,048 to 14,336
 WIDEST_ROW = 65536  # elements that one program holds
 
@@ -42,7 +43,7 @@ def plain_float8_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows rounded to e4m3, [T, C], and what each is multiplied by, [T, 1]."""
+    """Return rows rounded to e4m3, [T, C], and the scale that each is multiplied by, [T, 1]."""
     if torch.compiler.is_compiling() or triton is None or not rows_TC.is_cuda or rows_TC.shape[1] > WIDEST_ROW:
         return plain_float8_rows(rows_TC)
     rounded: tuple[Tensor, Tensor] = float8_rows(rows_TC)
@@ -51,7 +52,7 @@ def round_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("phalanx::float8_rows", mutates_args=())
 def float8_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """`plain_float8_rows` as one kernel."""
+    """Run `plain_float8_rows` as one kernel."""
     if triton is None or not rows_TC.is_cuda:
         return plain_float8_rows(rows_TC)
     rows_TC = rows_TC.contiguous()
@@ -72,13 +73,14 @@ def _row_shapes(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
     return rows_TC.new_empty((tokens, columns), dtype=FORMAT), rows_TC.new_empty((tokens, 1), dtype=torch.float32)
 
 
-# An operator by its parts: `custom_op` wraps each call in Python twice more, for gradients and against results that
-# share memory with inputs. That took the host 150 µs a call, and a step of twelve small layers calls it 216 times.
+# Defined with library.define and impl: `custom_op` would wrap each call in Python twice more, for gradients and to
+# check that results share no memory with inputs. That took the host 150 µs per call, and a step of twelve small
+# layers makes 216 calls.
 torch.library.define("phalanx::float8_transposed", "(Tensor rows, Tensor scale) -> Tensor")
 
 
 def float8_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
-    """rowsᵀ rounded to e4m3, [C, T], all with the one scale that is given: the largest of the rows' scales."""
+    """Return rowsᵀ rounded to e4m3, [C, T], all with the scale `scale`: the largest of the rows' scales."""
     transposed: Tensor = torch.ops.phalanx.float8_transposed(rows_TC, scale)
     return transposed
 
@@ -111,9 +113,9 @@ if triton is not None:
                    COLUMNS: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
         token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
         row = tl.load(rows + token * columns + column, mask=column < columns, other=0).to(tl.float32)
-        # Numbers that are not negative keep their order as whole numbers, and not-a-number lies above all of them.
-        most = tl.max(tl.abs(row).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-        scale = tl.maximum(most, FLOOR, propagate_nan=tl.PropagateNan.ALL) / 448.0
+        # The bits of non-negative floats compare as integers in the same order, and NaN lies above all of them.
+        largest = tl.max(tl.abs(row).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+        scale = tl.maximum(largest, FLOOR, propagate_nan=tl.PropagateNan.ALL) / 448.0
         tl.store(out + token * columns + column, (row / scale).to(tl.float8e4nv), mask=column < columns)
         tl.store(scales + token, scale)
 

@@ -1,16 +1,17 @@
 """Rows rounded to e4m3 with a power of two as scale, and their transposed copy, made from the rounded rows.
 
-A weight gradient sums over tokens, and fp8 products read both factors along what they sum over: every factor of a
-layer's three products is needed by rows and transposed. Scales that are powers of two make the second copy from the
-first: a rounded row is brought to the scale of the whole matrix by its exponent alone, so that nothing is rounded
-twice but what gets smaller than e4m3's normal numbers. That reads 1 byte per element and writes 1, where the matrix in
-16 bit would be read again; and what makes the rows (`float8_norm.py`, `float8_swiglu.py`) never writes it in 16 bit.
+A weight gradient sums over tokens, and fp8 products read both factors along the dimension they sum over: every factor
+of a layer's three products is needed by rows and transposed. Scales that are powers of two allow the second copy to
+be made from the first: a rounded row is brought to the scale of the whole matrix by its exponent alone, so that only
+values below e4m3's normal numbers are rounded twice. That reads 1 byte per element and writes 1, where otherwise the
+matrix in 16 bit would be read again; and the kernels that make the rows (`float8_norm.py`, `float8_swiglu.py`) never
+write it in 16 bit.
 
 Words of four bytes are transposed, not bytes: four rows at a time, by byte permutation in registers.
 
 Error: a row's largest number lies between 224 and 448 of its scale. Relative to float64 an element is off by at most
 1/16 of itself, or by 2⁻¹⁰ of the scale where it is smaller than 2⁻⁶ of that; in the transposed copy by 2⁻⁹ of the
-scale of the whole matrix, twice as much, because what is that small was rounded before.
+scale of the whole matrix, twice as much, because values that small had been rounded before.
 
 T tokens, C columns.
 """
@@ -37,7 +38,7 @@ torch.library.define("phalanx::float8_turned", "(Tensor rows, Tensor scale, Tens
 
 
 def power_scale(most: Tensor) -> Tensor:
-    """The least power of two by which `most`, float32 and not negative, becomes at most 448; not-a-number stays.
+    """Return the smallest power of two by which `most`, float32 and not negative, becomes at most 448; NaN stays.
 
     >>> power_scale(torch.tensor([448.0, 449.0, 1.0])).tolist()
     [1.0, 2.0, 0.00390625]
@@ -49,35 +50,35 @@ def power_scale(most: Tensor) -> Tensor:
 
 
 def plain_scaled_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """What kernels of rows compute, in plain operations; `rows_TC` as it was before any rounding."""
+    """Compute the result of the row kernels in plain operations; `rows_TC` as it was before any rounding."""
     wide = rows_TC.float()
     scale_T1 = power_scale(wide.abs().amax(dim=-1, keepdim=True))
     return (wide / scale_T1).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale_T1
 
 
 def scaled_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows rounded to e4m3, [T, C], and the power of two that each is multiplied by, [T, 1]."""
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_scaled_rows(rows_TC)
-    return found
+    """Return rows rounded to e4m3, [T, C], and the power of two that each is multiplied by, [T, 1]."""
+    rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_scaled_rows(rows_TC)
+    return rounded_and_scale
 
 
 def turned_rows(rows_TC: Tensor, scale_T1: Tensor, whole: Tensor) -> Tensor:
-    """The transposed copy of rounded rows, [C, T], under the one scale `whole`: the largest of the rows' scales."""
-    found: Tensor = torch.ops.phalanx.float8_turned(rows_TC, scale_T1, whole)
-    return found
+    """Return the transposed copy of rounded rows, [C, T], under the scale `whole`: the largest of the rows' scales."""
+    transposed: Tensor = torch.ops.phalanx.float8_turned(rows_TC, scale_T1, whole)
+    return transposed
 
 
 def scaled_matrices(matrices: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Matrices of one width below each other, rounded by rows: the factors of products with the same input."""
+    """Round matrices of equal width by rows and stack them vertically: the factors of products with the same input."""
     if len(matrices) == 1 or not can_launch(*matrices):
         return scaled_rows(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
-    rows, columns = sum(len(one) for one in matrices), matrices[0].shape[1]
+    rows, columns = sum(len(matrix) for matrix in matrices), matrices[0].shape[1]
     rounded = torch.empty((rows, columns), dtype=FORMAT, device=matrices[0].device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=matrices[0].device)
     first = 0
-    for one in matrices:
-        _launch_rows(one, rounded[first : first + len(one)], scale[first : first + len(one)])
-        first += len(one)
+    for matrix in matrices:
+        _launch_rows(matrix, rounded[first : first + len(matrix)], scale[first : first + len(matrix)])
+        first += len(matrix)
     return rounded, scale
 
 
@@ -91,7 +92,7 @@ def _scale_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_rows(like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Room for rounded rows and their scales."""
+    """Allocate rounded rows and their scales."""
     rounded = torch.empty((like.shape[0], columns), dtype=FORMAT, device=like.device)
     return rounded, torch.empty((like.shape[0], 1), dtype=torch.float32, device=like.device)
 
@@ -108,7 +109,7 @@ def _launch_rows(rows_TC: Tensor, rounded_TC: Tensor, scale_T1: Tensor) -> None:
 
 
 def row_blocks(columns: int) -> tuple[int, int]:
-    """Elements of a row that a program holds at once, and how often it goes on.
+    """Return the elements of a row that a program processes at once, and the number of such blocks per row.
 
     >>> row_blocks(14336), row_blocks(53248)
     ((16384, 1), (16384, 4))
@@ -123,7 +124,7 @@ def _row_shapes(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_shapes(like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """`empty_rows` where tensors have no values."""
+    """`empty_rows` for tensors without values, while tracing."""
     tokens = like.shape[0]
     return like.new_empty((tokens, columns), dtype=FORMAT), like.new_empty((tokens, 1), dtype=torch.float32)
 
@@ -131,7 +132,7 @@ def row_shapes(like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 @torch.library.impl("phalanx::float8_turned", ("cpu", "cuda"))
 def _turn_rows(rows_TC: Tensor, scale_T1: Tensor, whole: Tensor) -> Tensor:
     tokens, columns = rows_TC.shape
-    # Triton's interpreter knows no assembly.
+    # Triton's interpreter cannot run inline assembly; the kernel moves words of 4 bytes.
     if not can_launch(rows_TC) or INTERPRETED or tokens % 4 or columns % 4:
         return (rows_TC.float() * (scale_T1 / whole)).to(FORMAT).t().contiguous()
     turned_CT = torch.empty((columns, tokens), dtype=FORMAT, device=rows_TC.device)
@@ -154,14 +155,14 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def largest_bits(values):  # type: ignore[no-untyped-def]
-        """The largest magnitude as whole number: those keep the order, and not-a-number lies above all."""
+        """Return the largest magnitude as an integer: the bits of floats keep their order, and NaN lies above all."""
         return tl.max(tl.abs(values).to(tl.int32, bitcast=True), axis=0)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def scale_of_bits(bits, FLOOR: tl.constexpr):  # type: ignore[no-untyped-def]
-        """`power_scale` of a magnitude, and the power of two that undoes it."""
-        most = tl.maximum(bits, tl.full((), FLOOR, tl.float32).to(tl.int32, bitcast=True))
-        power = ((most + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+        """Return `power_scale` of a magnitude given by its bits, and its inverse."""
+        magnitude = tl.maximum(bits, tl.full((), FLOOR, tl.float32).to(tl.int32, bitcast=True))
+        power = ((magnitude + 0x1FFFFF) & 0x7F800000) - (8 << 23)
         scale = power.to(tl.float32, bitcast=True)
         undone = ((254 << 23) - power).to(tl.float32, bitcast=True)
         return tl.where(bits < 0x7F800000, scale, float("nan")), tl.where(bits < 0x7F800000, undone, float("nan"))
@@ -173,22 +174,22 @@ if triton is not None:
         row = tl.load(rows + token * stride + column, mask=column < columns, other=0).to(tl.float32)
         bits = largest_bits(row)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = tl.load(rows + token * stride + place, mask=place < columns, other=0).to(tl.float32)
                 bits = tl.maximum(bits, largest_bits(more))
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + token, scale)
         tl.store(out + token * columns + column, (row * undone).to(tl.float8e4nv), mask=column < columns)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = tl.load(rows + token * stride + place, mask=place < columns, other=0).to(tl.float32)
                 tl.store(out + token * columns + place, (more * undone).to(tl.float8e4nv), mask=place < columns)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_factor(scales, token, tokens, whole):  # type: ignore[no-untyped-def]
-        """What brings a row to the whole matrix's scale, twice in 16 bit: a power of two, zero below 2⁻²⁴."""
+        """Return the factor from a row's scale to the matrix's, twice in 16 bit: a power of two, zero below 2⁻²⁴."""
         scale = tl.load(scales + token, mask=token < tokens, other=0.0)
         undone = ((254 << 23) - whole.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         factor = tl.where(whole == whole, scale * undone, whole)
@@ -198,7 +199,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _turn_words(rows, scales, whole, out, tokens, columns,  # type: ignore[no-untyped-def]
                     TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-        """Here `tokens` and `columns` count words of four; each program takes TOKENS × COLUMNS of them."""
+        """Rescale and transpose; `tokens` and `columns` count words of four, TOKENS × COLUMNS of them per program."""
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (token < tokens)[:, None] & (column < columns)[None, :]

@@ -1,8 +1,9 @@
-"""silu(gate) · up and its gradients straight into rows of fp8: neither is ever written in 16 bit.
+"""silu(gate) · up and its gradients, written straight to rows of fp8: neither is ever written in 16 bit.
 
-Gate and up lie side by side, as one product of an input with both matrices gives them, and so do their gradients: one
-scale for both halves of a row, for the one product that brings them back. Forward reads 4 bytes per element of the
-product and writes 1; backward reads 6 and writes 2, where plain operations write and read again 4 in 16 bit.
+Gate and up are the two halves of each row, as one product of the input with both matrices computes them, and so are
+their gradients: one scale for both halves of a row, for the one product of backward. Forward reads 4 bytes per
+element of the product and writes 1; backward reads 6 and writes 2, where plain operations would also write and reread
+4 bytes in 16 bit.
 
 Error: that of `float8_rows.py` on top of float32's own. T tokens, F MLP width.
 """
@@ -30,15 +31,15 @@ torch.library.define("phalanx::float8_swiglu_gradient_rows", "(Tensor grad, Tens
 
 
 def float8_swiglu_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded rows of silu(gate) · up, [T, F], and their scales, [T, 1], from gate and up side by side, [T, 2F]."""
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_rows(gate_up)
-    return found
+    """Return rounded rows of silu(gate) · up, [T, F], and their scales, [T, 1]; `gate_up` is [T, 2F]."""
+    rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_rows(gate_up)
+    return rounded_and_scale
 
 
 def float8_swiglu_gradient_rows(grad_TF: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded rows of both gradients side by side, [T, 2F], and their scales, from the gradient of the product."""
-    found: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_gradient_rows(grad_TF, gate_up)
-    return found
+    """Return rounded rows of the gradients of gate and up, [T, 2F], and their scales; `grad_TF` is the product's."""
+    rounded_and_scale: tuple[Tensor, Tensor] = torch.ops.phalanx.float8_swiglu_gradient_rows(grad_TF, gate_up)
+    return rounded_and_scale
 
 
 @torch.library.impl("phalanx::float8_swiglu_rows", ("cpu", "cuda"))
@@ -114,16 +115,16 @@ if triton is not None:
         product = _read_product(gate_up, row * width * 2, column, width)
         bits = largest_bits(product)
         if PARTS > 1:
-            for part in range(1, PARTS):
+            for block in range(1, PARTS):
                 bits = tl.maximum(
-                    bits, largest_bits(_read_product(gate_up, row * width * 2, column + part * BLOCK, width))
+                    bits, largest_bits(_read_product(gate_up, row * width * 2, column + block * BLOCK, width))
                 )
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + row, scale)
         tl.store(out + row * width + column, (product * undone).to(tl.float8e4nv), mask=column < width)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more = _read_product(gate_up, row * width * 2, place, width)
                 tl.store(out + row * width + place, (more * undone).to(tl.float8e4nv), mask=place < width)
 
@@ -144,8 +145,8 @@ if triton is not None:
         by_gate, by_up = _read_gradients(grad, gate_up, row, column, width)
         bits = tl.maximum(largest_bits(by_gate), largest_bits(by_up))
         if PARTS > 1:
-            for part in range(1, PARTS):
-                more_gate, more_up = _read_gradients(grad, gate_up, row, column + part * BLOCK, width)
+            for block in range(1, PARTS):
+                more_gate, more_up = _read_gradients(grad, gate_up, row, column + block * BLOCK, width)
                 bits = tl.maximum(bits, tl.maximum(largest_bits(more_gate), largest_bits(more_up)))
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + row, scale)
@@ -153,8 +154,8 @@ if triton is not None:
         tl.store(out + start + column, (by_gate * undone).to(tl.float8e4nv), mask=column < width)
         tl.store(out + start + width + column, (by_up * undone).to(tl.float8e4nv), mask=column < width)
         if PARTS > 1:
-            for part in range(1, PARTS):
-                place = column + part * BLOCK
+            for block in range(1, PARTS):
+                place = column + block * BLOCK
                 more_gate, more_up = _read_gradients(grad, gate_up, row, place, width)
                 tl.store(out + start + place, (more_gate * undone).to(tl.float8e4nv), mask=place < width)
                 tl.store(out + start + width + place, (more_up * undone).to(tl.float8e4nv), mask=place < width)

@@ -1,7 +1,7 @@
-"""What an operation with kernels of our own is: its truth, its variants, its shapes, its work and its error bound.
+"""Description of an operation with kernels: its reference, variants, shapes, work and error bound.
 
-The selector takes the fastest variant by measurement, `phalanx kernels` lists, measures and verifies them. All of them
-ask this one description.
+The selector picks the fastest variant by measurement; `phalanx kernels` lists, measures and verifies them. All of
+these use the same description.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The least an operation must do, whatever its kernel: what "speed of light" is counted from."""
+    """The minimum work of an operation, whatever its kernel: the basis of its "speed of light"."""
 
     read_bytes: int
     written_bytes: int
@@ -28,11 +28,12 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class ResultFormat:
-    """Of an operation whose results are codes of numbers, such as fp8 rows with their scales."""
+    """The encoding of an operation whose results are codes of numbers, such as fp8 rows with their scales."""
 
-    encode: Callable[..., Outputs]  # inputs -> results, in plain PyTorch: their types and shapes, and a template's code
-    decode: Callable[[Outputs, Inputs], Outputs]  # the numbers that results stand for, in float64
-    # Of each number so decoded, relative to the largest of all, not of its row: what one scale for all rows loses.
+    # Inputs -> results in plain PyTorch: gives the types and shapes of results, and the code of a template.
+    encode: Callable[..., Outputs]
+    decode: Callable[[Outputs, Inputs], Outputs]  # the numbers that results represent, in float64
+    # Allowed rounding error of each decoded result, relative to the largest number of all rows: the loss of one scale.
     steps: Sequence[float] = ()
 
 
@@ -42,41 +43,41 @@ class KernelOp:
 
     name: str
     summary: str  # one line
-    # Plain operations that are right in any floating-point type; in float64 it is the truth that variants are held to.
+    # Plain operations, correct in any floating-point type; variants are compared with its results in float64.
     reference: Callable[..., Outputs]
-    # By name; "builtin" is what PyTorch itself offers and what the trainer used before. A variant never changes inputs.
+    # By name; "builtin" is PyTorch's own, which the trainer uses by default. A variant never changes its inputs.
     variants: Mapping[str, Callable[..., Outputs]]
-    # Inputs of a shape, drawn from a seed: (shape, dtype, device, seed).
+    # Draws the inputs of a shape: (shape, dtype, device, seed).
     make_inputs: Callable[[Shape, torch.dtype, torch.device, int], Inputs]
-    shapes: Sequence[Shape]  # at least twelve of real models: what it is measured on
-    odd_shapes: Sequence[Shape]  # small, with sizes that no tile divides: what it is verified on
+    shapes: Sequence[Shape]  # at least twelve of real models, for measurements
+    odd_shapes: Sequence[Shape]  # small, with sizes that no tile divides, for verification
     count_work: Callable[[Shape, torch.dtype], KernelWork]
     error_bound: Callable[
         [torch.dtype], float
-    ]  # |result - truth| at most this, relative to the largest of the truth's row
+    ]  # largest |result - exact|, relative to the largest exact value in the row
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
-    gradients: Sequence[int] = ()  # inputs, by place, that have gradients
+    gradients: Sequence[int] = ()  # indices of inputs that have gradients
     devices: Sequence[str] = ("cuda", "cpu")  # where its variants other than the reference run
-    # By name of a variant, what is timed instead: the same in place, where a trainer runs it so. It changes its inputs.
+    # By name of a variant, the function to time instead: in place, as the trainer runs it. It changes its inputs.
     timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     # By name, inputs with structure that random ones lack, such as one dominant class; drawn like `make_inputs`.
     structured_inputs: Mapping[str, Callable[[Shape, torch.dtype, torch.device, int], Inputs]] = field(
         default_factory=dict
     )
-    # General patterns of values (`trial_inputs`) in which the operation's own conditioning leaves nothing to compare.
+    # General patterns of values (`trial_inputs`) for which the operation is so ill-conditioned that no digit is left.
     unfit_patterns: Sequence[str] = ()
-    # Numbers in the longest sum of a shape: rounding errors of a sum in float32 grow with its root.
+    # Numbers in the longest sum of a shape: rounding errors of a sum in float32 grow with the square root.
     reduction_length: Callable[[Shape], int] = lambda shape: max(shape.values())
-    # Where results are codes: the reference is then what they should stand for.
+    # Set where results are codes; the reference then gives the numbers that they should represent.
     format: ResultFormat | None = None
 
     @property
     def plain(self) -> Callable[..., Outputs]:
-        """Plain PyTorch whose results have the types and shapes that every kernel's have."""
+        """The operation in plain PyTorch, with the types and shapes of results that every kernel must have."""
         return self.format.encode if self.format else self.reference
 
     def decoded(self, results: Outputs, inputs: Inputs) -> Outputs:
-        """What is compared with the reference: the results, or the numbers that they stand for."""
+        """Return the results as they are compared with the reference: decoded where they are codes."""
         return self.format.decode(results, inputs) if self.format else results
 
 

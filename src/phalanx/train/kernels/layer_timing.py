@@ -1,7 +1,7 @@
-"""Time of one layer of a job, compiled as the job compiles it: forward and backward, host included.
+"""Timing of one layer of a job, compiled as the job compiles it: forward and backward, including time on the host.
 
-Small layers are limited by how fast the host issues work. The compiled code is in torch's cache when the model's own
-layers are compiled.
+Small layers are limited by how fast the host issues work. The compiled code is already in torch's cache when the
+model's own layers are compiled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LAYERS_A_CALL = 2  # so that the host can issue work ahead of the device, as it 
 def layer_call(
     shape: ModelShape, settings: Settings, device: torch.device, *, core: Core, fused: bool = False
 ) -> Callable[[], object]:
-    """Return a call that runs a new layer forward and backward, with the attention that the job's layers use."""
+    """Return a call that runs a new layer forward and backward, with the attention kernel of the job's layers."""
     layout, dtype = settings.layout, settings.compute_dtype
     sequence = settings.sequence // layout.context
-    # A run that measures draws the same numbers afterwards as one that remembers.
+    # A run that measures must draw the same random numbers afterwards as a run that uses the cache.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         block = Block(shape, 0).to(dtype)
         block.attn.core = core
@@ -62,6 +62,6 @@ def time_layers(calls: Mapping[str, Callable[[], object]], device: torch.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # the measurement is not part of a step
     return {
-        name: Timing(median_ms=one.median_ms / LAYERS_A_CALL, spread_ms=one.spread_ms / LAYERS_A_CALL)
-        for name, one in timings.items()
+        name: Timing(median_ms=timing.median_ms / LAYERS_A_CALL, spread_ms=timing.spread_ms / LAYERS_A_CALL)
+        for name, timing in timings.items()
     }

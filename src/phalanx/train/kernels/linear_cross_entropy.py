@@ -1,16 +1,17 @@
-"""Output head and cross-entropy that never hold all logits: a part of the tokens at a time.
+"""Output head and cross-entropy that never keep all logits: the tokens are processed in chunks.
 
-The logits of a part are made, turned in place into their own gradient, multiplied into the gradients of hidden states
-and weight, and overwritten by those of the next part. So both gradients are there when forward ends and backward has
-nothing left to do: three matrix products, as with all logits held, none of them twice. Products are cuBLAS's; softmax,
-loss and gradient of a row are one Triton kernel, which reads the row from memory once (it is in the L2 cache when it is
-read again).
+The logits of a chunk are computed, turned in place into their own gradient, multiplied into the gradients of hidden
+states and weight, and overwritten by those of the next chunk. Both gradients are complete when forward ends, so
+backward only scales them: three matrix products in total, as with all logits kept, and none of them repeated.
+Products are cuBLAS's; softmax, loss and gradient of a row are one Triton kernel, which reads the row from memory once
+(the second read hits the L2 cache).
 
-The caller says beforehand what the loss will be multiplied by (`scale`), so that gradients are rounded once, as they
-are used. With another factor backward is still right: it multiplies by what is missing.
+The caller passes the factor that the loss will be multiplied by (`scale`), so that gradients are rounded once, at the
+scale at which they are used. With another factor backward is still correct: it multiplies by the ratio.
 
-Error: that of a product in the dtype of the inputs. The weight's gradient is a sum over parts that is rounded after
-each of them: at most `parts` roundings of the largest in its row instead of one, 5 for 16,384 tokens of 128,256 words.
+Error: that of a product in the dtype of the inputs. The weight's gradient is a sum over chunks that is rounded after
+each of them: at most as many roundings of the largest value in its row as there are chunks instead of one, 5 for
+16,384 tokens of 128,256 words.
 
 T tokens, D model, V vocabulary.
 """
@@ -41,10 +42,11 @@ except ImportError:  # torch for CPUs comes without it
 def linear_cross_entropy(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0, float8: bool = False
 ) -> Tensor:
-    """Cross-entropy of hidden · weightᵀ summed over the valid targets, in float32 or wider.
+    """Return the cross-entropy of hidden · weightᵀ, summed over the valid targets, in float32 or wider.
 
-    Gradients are computed in forward, for a loss that is multiplied by `scale`. `chunk` tokens at a time, 0: as many as
-    `loss_chunk` says. `float8`: while training, its three products in fp8 where sizes allow it (`float8_head.py`).
+    Gradients are computed in forward, for a loss that is multiplied by `scale`. `chunk` is the number of tokens at a
+    time; 0 uses `loss_chunk`. With `float8`, the three products run in fp8 while training, where the sizes allow it
+    (`float8_head.py`).
     """
     if torch.compiler.is_compiling():
         loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk, float8)[0]
@@ -58,7 +60,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The operator below by its parts, so that a trace sees every product of it."""
+    """`linear_cross_entropy_op` as an autograd.Function, so that a trace shows every matrix product."""
 
     @staticmethod
     def forward(
@@ -78,7 +80,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.scale is None:
             raise RuntimeError("this loss went backward before: its gradients are made once, in forward")
         grad_hidden, grad_weight = ctx.saved_tensors
-        factor = grads[0] / torch.full_like(grads[0], ctx.scale)  # 1 exactly where the scale was told
+        # Exactly 1 where the caller passed the right scale.
+        factor = grads[0] / torch.full_like(grads[0], ctx.scale)
         ctx.scale = None
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
@@ -97,6 +100,7 @@ def _loss_and_gradients(
     wants_weight: bool = True,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the summed loss, and the gradients of `scale` times it with respect to hidden states and weight."""
     tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
     if float8 and tokens and fits_float8_head(tokens, hidden_TD.shape[1], vocab):
         return float8_loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
@@ -106,23 +110,24 @@ def _loss_and_gradients(
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         return hidden_TD.new_zeros((), dtype=wide), grad_hidden, torch.zeros_like(weight_VD) if wants_weight else None
     chunk = chunk or int(loss_chunk(tokens, vocab))
-    held = hidden_TD.new_empty(min(chunk, tokens), vocab)
+    chunk_logits = hidden_TD.new_empty(min(chunk, tokens), vocab)
     losses = []
     for start, stop in _parts(tokens, chunk):
-        part, logits = hidden_TD[start:stop], held[: stop - start]
-        torch.mm(part, weight_VD.t(), out=logits)
+        chunk_hidden, logits = hidden_TD[start:stop], chunk_logits[: stop - start]
+        torch.mm(chunk_hidden, weight_VD.t(), out=logits)
         losses.append(torch.ops.phalanx.cross_entropy_gradient_(logits, targets_T[start:stop], scale))
         if grad_hidden is not None:
             torch.mm(logits, weight_VD, out=grad_hidden[start:stop])
         if grad_weight is not None:
             if start:
-                torch.addmm(grad_weight, logits.t(), part, out=grad_weight)
+                torch.addmm(grad_weight, logits.t(), chunk_hidden, out=grad_weight)
             else:
-                torch.mm(logits.t(), part, out=grad_weight)
+                torch.mm(logits.t(), chunk_hidden, out=grad_weight)
     return torch.cat(losses).sum(), grad_hidden, grad_weight
 
 
 def _parts(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield the first token and the end of each chunk."""
     for start in range(0, tokens, chunk):
         yield start, min(start + chunk, tokens)
 
@@ -134,7 +139,7 @@ def _parts(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
 def linear_cross_entropy_op(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of `scale` times it by hidden states and weight."""
+    """Return the loss, and the gradients of `scale` times it with respect to hidden states and weight."""
     loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk, float8=float8)
     assert grad_hidden is not None
     assert grad_weight is not None
@@ -158,7 +163,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 def _scale_gradients(
     ctx: Any, grad_loss: Tensor, _: Tensor | None, __: Tensor | None
 ) -> tuple[Tensor, Tensor, None, None, None, None]:
-    """Gradients of the gradients are not offered: only the loss has one."""
+    """Scale the gradients that forward computed; second derivatives are not supported."""
     grad_hidden, grad_weight = ctx.saved_tensors
     factor = grad_loss / torch.full_like(grad_loss, ctx.scale)
     return (
@@ -174,7 +179,7 @@ def _scale_gradients(
 linear_cross_entropy_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
-# Logits into their gradient, in place. ------------------------------------------------------------------------------
+# Logits to their gradient, in place. --------------------------------------------------------------------------------
 
 torch.library.define("phalanx::cross_entropy_gradient_", "(Tensor(a!) logits, Tensor targets, float scale) -> Tensor")
 torch.library.define("phalanx::scale_unless_one_", "(Tensor(a!) values, Tensor factor) -> ()")
@@ -182,7 +187,7 @@ torch.library.define("phalanx::scale_unless_one_", "(Tensor(a!) values, Tensor f
 
 @torch.library.impl("phalanx::cross_entropy_gradient_", ("cpu", "cuda"))
 def _turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
-    """losses_T; the logits become `scale` times the gradient of their sum."""
+    """Return losses_T and overwrite the logits with `scale` times the gradient of the losses' sum."""
     if not can_launch(logits_TV):
         return plain_gradient_(logits_TV, targets_T, scale)
     tokens, vocab = logits_TV.shape
@@ -197,7 +202,7 @@ def _turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, scale: float) -> T
 
 
 def plain_gradient_(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
-    """What the kernel computes, in plain operations."""
+    """Compute the kernel's result in plain operations."""
     grad_TV, losses_T = plain_row_gradients(logits_TV, targets_T)
     logits_TV.copy_(grad_TV * scale)
     return losses_T
@@ -211,7 +216,7 @@ def _losses_shape(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
 
 @torch.library.impl("phalanx::scale_unless_one_", ("cpu", "cuda"))
 def _scale_in_place(values: Tensor, factor: Tensor) -> None:
-    """Multiply by a number that the host does not know; where it is 1 memory is not touched."""
+    """Multiply by a number that only the device knows; if it is 1, the values are neither read nor written."""
     if not can_launch(values):
         values.mul_(factor)
         return
@@ -246,16 +251,17 @@ if triton is not None:
             tl.store(losses + row, 0.0)
         else:
             is_word = (target >= 0) & (target < vocab)
-            wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
+            target_logit = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
             logsum = row_log2_sum(start_of_row, vocab, BLOCK)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)
                 tl.store(start_of_row + column, tl.exp2(x * LOG2E - logsum) * scale, mask=column < vocab)
-            tl.debug_barrier()  # the target's own gradient was written too, by another thread
-            own = (tl.exp2(wanted * LOG2E - logsum) - 1.0) * scale
+            # Another thread wrote this element without the -1 of the target: wait for it before overwriting.
+            tl.debug_barrier()
+            own = (tl.exp2(target_logit * LOG2E - logsum) - 1.0) * scale
             tl.store(start_of_row + target, own, mask=is_word)
-            tl.store(losses + row, logsum / LOG2E - wanted)
+            tl.store(losses + row, logsum / LOG2E - target_logit)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _scale_tiles(values, factor, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -289,11 +295,11 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _draw_dominant(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """One class with most of the probability, which is the target of nine tokens in ten."""
+    """Draw hidden states that give one class most of the probability; it is the target of nine tokens in ten."""
     hidden, weight, targets = _make_inputs(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     winner = torch.randint(0, shape["vocab"], (), generator=generator, device=device)
-    # Logits of the class grow by twice the logarithm of the others' number: its probability is close to 1.
+    # The logit of the class grows by twice the logarithm of the vocabulary: its probability is close to 1.
     direction = weight[winner].float()
     amount = 2.0 * math.log(max(2, shape["vocab"])) / direction.square().sum().clamp(min=0.1)
     hidden = (hidden.float() + amount * direction).to(dtype)
@@ -302,7 +308,7 @@ def _draw_dominant(shape: Shape, dtype: torch.dtype, device: torch.device, seed:
 
 
 def _draw_uneven_targets(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Targets as in text, of which a few words are most; a third of the tokens is ignored."""
+    """Draw targets as in text, where a few words are most of them; a third of the tokens is ignored."""
     hidden, weight, _ = _make_inputs(shape, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     rank = torch.rand(shape["tokens"], generator=generator, device=device).pow(4.0)
@@ -312,7 +318,7 @@ def _draw_uneven_targets(shape: Shape, dtype: torch.dtype, device: torch.device,
 
 
 def _draw_no_targets(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """A batch of padding, or of a prompt alone: all tokens are ignored."""
+    """Draw a batch of padding, or of a prompt alone: all tokens are ignored."""
     hidden, weight, targets = _make_inputs(shape, dtype, device, seed)
     return hidden, weight, torch.full_like(targets, IGNORED)
 
@@ -350,7 +356,7 @@ LINEAR_CROSS_ENTROPY = register_kernel(
             "uneven targets": _draw_uneven_targets,
             "no targets": _draw_no_targets,
         },
-        # Logits of a million: which of two is larger is then a matter of rounding.
+        # Logits of a million: rounding decides which of two is larger.
         unfit_patterns=("huge values",),
         error_bound=lambda dtype: (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps,
         gradients=(0, 1),

@@ -1,10 +1,10 @@
-"""Which kernels the layers of a model run by: chosen by measurement at the job's own shapes, before the first step.
+"""Selection of the kernels of a model's layers by measurement at the job's own shapes, before the first step.
 
-Compiled blocks stay as they are: the compiler fuses norms, rotations and activations with what stands beside them, and
-a kernel of our own would only stand in its way. What no compiler sees is chosen: the last norm always, and of blocks
-that are not compiled every norm, rotation and gated product. How tokens reach experts and come back is chosen in all
-blocks, for compiled ones by timing a compiled layer (`expert_choice.py`). The loss in parts is there for its memory,
-which the plan counts on: it is measured and told, not chosen.
+Compiled blocks are left alone: the compiler fuses norms, rotations and activations with neighbouring operations,
+which a custom kernel would prevent. Kernels are chosen for the operations that are not compiled: always for the last
+norm, and in blocks that are not compiled for every norm, rotation and gated product. The movement of tokens to
+experts and back is chosen in all blocks, for compiled ones by timing a compiled layer (`expert_choice.py`). The
+chunked loss is used for its memory, which the plan relies on: it is measured and reported, not chosen.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ NORM, ROPE, SWIGLU, LOSS = "rms-norm", "rope", "swiglu", "linear-cross-entropy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKernels:
-    """What was chosen for a model's layers, by operation."""
+    """The chosen kernels of a model's layers, by operation."""
 
     choices: Mapping[str, KernelChoice]
-    compiled: bool  # blocks are: only the last norm and the way of tokens to experts were chosen
+    # Blocks are compiled: only the last norm and the movement of tokens to experts were chosen.
+    compiled: bool
 
     def describe(self) -> list[str]:
-        """For a person.
+        """Return lines for the console.
 
         >>> took = {"builtin": 0.3, "triton": 0.2}
         >>> norm = KernelChoice(op="rms-norm", variant="triton", times_ms=took)
@@ -67,48 +68,48 @@ class LayerKernels:
 
 
 def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) -> dict[str, Shape]:
-    """Sizes of the operations of a rank's step that no compiler sees."""
+    """Return the sizes of the operations of a rank's step for which a kernel is measured, by operation."""
     layout = settings.layout
     sequence = settings.sequence // layout.context
     tokens = layout.micro_batch * sequence
-    asked: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     if shape.norm == "rms":
-        asked[NORM] = {"tokens": tokens, "width": shape.hidden}
+        shapes[NORM] = {"tokens": tokens, "width": shape.hidden}
     if not settings.compile:
         if shape.positions == "rope":
             sizes = {"batch": layout.micro_batch, "sequence": sequence, "heads": shape.heads, "head": shape.head_dim}
-            asked[ROPE] = sizes
+            shapes[ROPE] = sizes
         if (
             shape.gated
             and shape.activation == "silu"
             and not shape.is_moe
             and not settings.drops_product(shape, device)
         ):
-            asked[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
+            shapes[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
     if can_choose(shape, settings.compute_dtype, compiled=settings.compile):
-        asked[GATHER] = asked[COMBINE] = expert_shape(shape, tokens)
+        shapes[GATHER] = shapes[COMBINE] = expert_shape(shape, tokens)
     if settings.chunks_loss(shape, device):
-        asked[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
-    return asked
+        shapes[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
+    return shapes
 
 
 def choose_layer_kernels(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> LayerKernels | None:
-    """Measure, or remember, and let the layers take it; every rank calls this, and all take what rank 0 chose.
+    """Measure or load the choices and set the layers' kernels; every rank must call this and uses rank 0's choice.
 
-    None on a CPU, for tensors that are split, and for a network of the user's own.
+    Returns None on a CPU, with tensor parallelism, for other dtypes than bf16 and fp32, and for a user's own network.
     """
     dtype = settings.compute_dtype
-    decoders = [one for one in models if isinstance(one, Decoder)]
+    decoders = [model for model in models if isinstance(model, Decoder)]
     if device.type != "cuda" or settings.layout.tensor > 1 or dtype not in TYPES or not decoders:
         return None
     shape = decoders[0].shape
-    asked = asked_shapes(shape, settings, device)
-    winner = find_winner(NORM, shape.hidden, dtype, device, folder) if NORM in asked else ""
+    op_shapes = asked_shapes(shape, settings, device)
+    winner = find_winner(NORM, shape.hidden, dtype, device, folder) if NORM in op_shapes else ""
     if world > 1 and not _all_have(winner, device):
         winner = ""
-    ops = {name: op for name, op in load_all().items() if name in asked}
+    ops = {name: op for name, op in load_all().items() if name in op_shapes}
     if winner:
         ops[NORM] = with_winner(ops[NORM], winner)
     choices: dict[str, KernelChoice] = {}
@@ -116,34 +117,37 @@ def choose_layer_kernels(
         if world == 1 or dist.get_rank() == 0:
             if settings.compile and name in (GATHER, COMBINE):
                 backend = settings.compile_backend
-                choices[name] = choose_in_layer(op, shape, asked[name], dtype, device, backend=backend, folder=folder)
+                choices[name] = choose_in_layer(
+                    op, shape, op_shapes[name], dtype, device, backend=backend, folder=folder
+                )
             else:
-                choices[name] = choose_variant(op, asked[name], dtype, device, folder=folder)
+                choices[name] = choose_variant(op, op_shapes[name], dtype, device, folder=folder)
         if world > 1:
             choices[name] = _agreed(op, choices.get(name), device)
-    torch.cuda.reset_peak_memory_stats(device)  # what was measured is no part of a step
+    torch.cuda.reset_peak_memory_stats(device)  # the measurement is not part of a step
     chosen = LayerKernels(choices=choices, compiled=settings.compile)
     use_kernels(decoders, chosen, winner)
     return chosen
 
 
 def _all_have(winner: str, device: torch.device) -> bool:
-    """Whether every rank found the same winner in its cache."""
+    """Return whether every rank has the same winner in its cache."""
     mark = float(int(winner_name(winner).removeprefix("evolved-"), 16) % 2**20) if winner else -1.0
-    found = torch.tensor([mark, -mark], dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found[0] == -found[1]) and mark >= 0.0
+    extremes = torch.tensor([mark, -mark], dtype=torch.float64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN)
+    return bool(extremes[0] == -extremes[1]) and mark >= 0.0
 
 
 def _agreed(op: KernelOp, choice: KernelChoice | None, device: torch.device) -> KernelChoice:
+    """Broadcast rank 0's choice; ranks without a measurement get one without times."""
     names = list(op.variants)
-    place = torch.tensor([names.index(choice.variant) if choice is not None else 0], device=device)
-    dist.broadcast(place, 0)
-    return choice if choice is not None else KernelChoice(op=op.name, variant=names[int(place)], times_ms={})
+    index = torch.tensor([names.index(choice.variant) if choice is not None else 0], device=device)
+    dist.broadcast(index, 0)
+    return choice if choice is not None else KernelChoice(op=op.name, variant=names[int(index)], times_ms={})
 
 
 def use_kernels(models: Sequence[Decoder], chosen: LayerKernels, winner: str = "") -> None:
-    """Give the layers what was chosen; builtin is what they do anyway."""
+    """Set the chosen kernels in the layers; the built-in is their default."""
     variant = {op: choice.variant for op, choice in chosen.choices.items()}
     norms: dict[str, Callable[..., Any]] = {"triton": rms_norm}
     if winner:
@@ -152,15 +156,15 @@ def use_kernels(models: Sequence[Decoder], chosen: LayerKernels, winner: str = "
     for model in models:
         if isinstance(model.norm, SelectedNorm):
             model.norm.kernel = norm
-        for one in model.modules():
-            if isinstance(one, Experts):
+        for module in model.modules():
+            if isinstance(module, Experts):
                 gather, combine = (variant.get(op) == OURS for op in (GATHER, COMBINE))
-                use_expert_kernels(one, gather=gather, combine=combine)
+                use_expert_kernels(module, gather=gather, combine=combine)
         if chosen.compiled:
             continue
         model.rope_kernel = rotate_heads if variant.get(ROPE) == "triton" else None
-        for one in model.modules():
-            if isinstance(one, SelectedNorm) and one.normalized_shape == (model.shape.hidden,):
-                one.kernel = norm
-            elif isinstance(one, Mlp):
-                one.kernel = swiglu if variant.get(SWIGLU) == "triton" else None
+        for module in model.modules():
+            if isinstance(module, SelectedNorm) and module.normalized_shape == (model.shape.hidden,):
+                module.kernel = norm
+            elif isinstance(module, Mlp):
+                module.kernel = swiglu if variant.get(SWIGLU) == "triton" else None

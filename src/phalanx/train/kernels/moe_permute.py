@@ -1,18 +1,18 @@
-"""Tokens to their experts and back: each way one pass over memory, forward and backward, without atomics.
+"""Tokens to their experts and back: one pass over memory each way, forward and backward, without atomics.
 
-Experts want their rows side by side. `gather_rows` reads a token once and writes it to each of its K places;
+Experts need their rows next to each other. `gather_rows` reads a token once and writes it to each of its K rows;
 plain operations copy every token K times and read all copies again to sort them. `combine_rows` reads a token's K
-answers where the experts left them, weighs and adds them; backward writes each answer's gradient to its place and takes
-the gradient of its weight from the same reads. Every place is written by one program, and sums have one order: the same
-bits every time.
+expert outputs where the experts left them, weighs and adds them; backward writes each output's gradient to its row
+and computes the gradient of its weight from the same reads. Every row is written by one program, and sums have a
+fixed order: the results are bitwise reproducible.
 
-Error: gathering is exact. Sums over K run in float32 and are rounded once: half a unit in the last place of the result
-plus K · 2⁻²⁴ of the sum of magnitudes. The gradient of a weight is a product of two rows of D, summed in float32 in a
-tree: at most (D / 32 + 10) · 2⁻²⁴ of the sum of its terms' magnitudes, about 2⁻²³ of the rows' lengths multiplied, so
-relative to a result that cancels it can be more than a unit.
+Error: gathering is exact. Sums over K run in float32 and are rounded once: half a unit in the last place of the
+result plus K · 2⁻²⁴ of the sum of magnitudes. The gradient of a weight is a product of two rows of D, summed in
+float32 in a tree: at most (D / 32 + 10) · 2⁻²⁴ of the sum of its terms' magnitudes, about 2⁻²³ of the product of the
+rows' lengths. Where terms cancel that can exceed a unit in the last place of the result.
 
-T tokens, K experts per token, M = T · K visits, D model. `order_M` names the visits (T · K of them, a token's side by
-side) in the order of their experts, `back_M` undoes it: visit v stands in row back[v].
+T tokens, K experts per token, M = T · K visits, D model. A visit is one (token, expert) pair; a token's visits are
+adjacent. `order_M` lists the visits sorted by expert and `back_M` is its inverse: visit v is in row back[v].
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-# Each thread holds 8 columns of all K rows: 16 bytes a read, and sums over K need no other thread. In tiles of 8 × 512
-# two warps shared a column, and kernels ran at half the speed of light on an H200 instead of four fifths.
+# Each thread has 8 columns of all K rows: 16 bytes per read, and sums over K need no exchange between threads. In tiles
+# of 8 × 512 two warps shared a column, and kernels ran at half the speed of light on an H200 instead of four fifths.
 COLUMNS_PER_WARP, MOST_WARPS = 256, 4
 
 torch.library.define("phalanx::expert_gather", "(Tensor x, Tensor back) -> Tensor")
@@ -44,7 +44,7 @@ torch.library.define(
 )
 
 
-# Plain operations: what a CPU runs, and a GPU where they were measured to be faster. ----------------------------------
+# Plain operations, for a CPU, and for a GPU where they were measured to be faster. ------------------------------------
 
 
 def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
@@ -80,10 +80,10 @@ class _Permute(torch.autograd.Function):
 
 
 def gather_rows(x_TD: Tensor, back_TK: Tensor) -> Tensor:
-    """Row back[t, k] is token t, for each of its k visits; every row has one visit."""
+    """Copy token t to the rows back[t, k] of its K visits; every row belongs to one visit."""
     if runs_at_once(x_TD, back_TK):
-        found: Tensor = _GatherVisits.apply(x_TD, back_TK)
-        return found
+        gathered: Tensor = _GatherVisits.apply(x_TD, back_TK)
+        return gathered
     rows: Tensor = torch.ops.phalanx.expert_gather(x_TD, back_TK)
     return rows
 
@@ -114,7 +114,7 @@ def _gather(x_TD: Tensor, back_TK: Tensor) -> Tensor:
 
 
 def _add_visits(rows_MD: Tensor, back_TK: Tensor) -> Tensor:
-    """Of each token the sum over its visits."""
+    """Sum the rows of each token's visits."""
     if not can_launch(rows_MD):
         wide = torch.promote_types(rows_MD.dtype, torch.float32)
         return rows_MD[back_TK].to(wide).sum(dim=1).to(rows_MD.dtype)
@@ -136,7 +136,7 @@ def _launch_sum(rows_MD: Tensor, back_TK: Tensor, weight_TK: Tensor | None) -> T
 
 
 def _tile_of(times: int, width: int) -> dict[str, int]:
-    """How a kernel is launched for so many visits per token and columns."""
+    """Return the launch parameters for `times` visits per token and `width` columns."""
     warps = min(MOST_WARPS, int(triton.next_power_of_2(triton.cdiv(width, COLUMNS_PER_WARP))))
     visits = int(triton.next_power_of_2(times))
     return {"TIMES": times, "WIDTH": width, "VISITS": visits, "COLUMNS": COLUMNS_PER_WARP * warps, "num_warps": warps}
@@ -172,10 +172,10 @@ torch.library.register_autograd("phalanx::expert_gather", _gather_backward, setu
 
 
 def combine_rows(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Of each token its K answers, which stand in rows back[t], weighted and added."""
+    """Return for each token the weighted sum of its K expert outputs, which are in rows back[t]."""
     if runs_at_once(y_MD, back_TK, weight_TK):
-        found: Tensor = _CombineAnswers.apply(y_MD, back_TK, weight_TK)
-        return found
+        combined: Tensor = _CombineAnswers.apply(y_MD, back_TK, weight_TK)
+        return combined
     sum_TD: Tensor = torch.ops.phalanx.expert_combine(y_MD, back_TK, weight_TK)
     return sum_TD
 
@@ -199,7 +199,7 @@ def _combine(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
 
 
 def _combine_gradients(grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the rows, in the experts' order, and of the weights."""
+    """Return the gradients of the rows, in the experts' order, and of the weights."""
     by_row, by_weight = y_MD.new_empty(y_MD.shape), weight_TK.new_empty(weight_TK.shape)
     if not can_launch(grad_TD, y_MD, weight_TK):
         wide = torch.promote_types(y_MD.dtype, weight_TK.dtype)
@@ -317,7 +317,7 @@ def _kernel_combine(y_MD: Tensor, order_M: Tensor, back_M: Tensor, weight_TK: Te
 def _draw_visits(
     shape: Shape, generator: torch.Generator, device: torch.device, *, busy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """order, back and weights of tokens whose experts are not chosen equally often; `busy`: all choose one of them."""
+    """Draw order, back and weights for unevenly chosen experts; with `busy`, nearly all tokens choose the same one."""
     liking_E = torch.randn(shape["experts"], generator=generator, device=device)
     if busy:
         liking_E[torch.randint(0, shape["experts"], (), generator=generator, device=device)] += 8.0
@@ -338,19 +338,19 @@ def _combine_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed
     generator = torch.Generator(device).manual_seed(seed)
     order_M, back_M, weight_TK = _draw_visits(shape, generator, device, busy=busy)
     y_MD = torch.randn(len(order_M), shape["width"], generator=generator, device=device).to(dtype)
-    # The router's weights are float32 beside bfloat16 rows.
+    # The router's weights are float32 even where rows are bfloat16.
     return y_MD, order_M, back_M, weight_TK.to(torch.promote_types(dtype, torch.float32))
 
 
 def _count_gather(shape: Shape, dtype: torch.dtype) -> KernelWork:
-    """Forward reads every token and writes its visits, backward the other way; both read the places."""
+    """Count the work: forward reads tokens and writes their visits, backward the reverse; both read the row numbers."""
     token, visits = shape["width"] * dtype.itemsize, shape["tokens"] * shape["chosen"]
     moved = (shape["tokens"] + visits) * token
     return KernelWork(read_bytes=moved + 16 * visits, written_bytes=moved, flops=visits * shape["width"])
 
 
 def _count_combine(shape: Shape, dtype: torch.dtype) -> KernelWork:
-    """Answers are read twice and their gradients written, sums written and their gradients read."""
+    """Count the work: outputs are read twice and gradients written, sums written and their gradients read."""
     token, visits = shape["width"] * dtype.itemsize, shape["tokens"] * shape["chosen"]
     moved = (shape["tokens"] + visits) * token
     return KernelWork(
@@ -359,7 +359,7 @@ def _count_combine(shape: Shape, dtype: torch.dtype) -> KernelWork:
 
 
 def _sizes(*rows: tuple[int, int, int, int]) -> list[Shape]:
-    return [{"tokens": one[0], "width": one[1], "experts": one[2], "chosen": one[3]} for one in rows]
+    return [{"tokens": row[0], "width": row[1], "experts": row[2], "chosen": row[3]} for row in rows]
 
 
 SHAPES = _sizes(
@@ -375,7 +375,7 @@ SHAPES = _sizes(
     (16384, 5120, 16, 1),  # Llama 4 Scout
     (8192, 7168, 384, 8),  # Kimi K2
 )  # fmt: skip
-# At least two visits: the product of two rows may cancel, and errors are told against the largest of a token's.
+# At least two visits: the product of two rows may cancel, and errors are relative to the largest of a token's.
 ODD_SHAPES = _sizes((1, 7, 8, 2), (13, 129, 9, 3), (37, 513, 17, 8), (101, 1031, 11, 5))
 
 EXPERT_GATHER = register_kernel(
@@ -404,7 +404,7 @@ EXPERT_COMBINE = register_kernel(
         shapes=SHAPES,
         odd_shapes=ODD_SHAPES,
         count_work=_count_combine,
-        # float32: products of rows that cancel, see above; still below what tf32 would lose.
+        # 2⁻¹⁴ for float32, because products of rows may cancel (see above); tf32 would still exceed it.
         error_bound=lambda dtype: max(4 * torch.finfo(dtype).eps, 2.0**-14),
         structured_inputs={"one busy expert": partial(_combine_inputs, busy=True)},
         reduction_length=lambda shape: max(shape["chosen"], shape["width"]),

@@ -1,4 +1,4 @@
-"""All operations that have kernels of our own."""
+"""The list of all operations that have kernels of Phalanx."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MODULES: tuple[str, ...] = (
     "rms_norm",
     "rope",
     "swiglu",
-)  # of this folder; each registers its operations when it is imported
+)  # in this folder; each registers its operations on import
 
 
 def load_all() -> dict[str, KernelOp]:
-    """Operations by name."""
+    """Import all modules with operations and return the operations by name."""
     for module in MODULES:
         import_module(f"phalanx.train.kernels.{module}")
     return dict(sorted(KERNELS.items()))

@@ -1,11 +1,11 @@
 """RMSNorm, with or without the residual that is added before it: one pass forward, one backward.
 
-Forward keeps 1 / rms of each row. Backward gives each program a band of rows, so that it can add up the weight's
+Forward keeps 1 / rms of each row. Backward gives each program a band of rows, so that it can sum the weight's
 gradient in registers; the bands' sums are added by one small reduction. With a residual both the sum and its norm are
 results: the sum is the stream that the next layer reads.
 
-Error: rows are summed in float32 and results rounded once: a unit in the last place of the largest in the row. The
-weight's gradient is a float32 sum over all rows.
+Error: rows are summed in float32 and results rounded once: a unit in the last place of the largest value in the row.
+The weight's gradient is a float32 sum over all rows.
 
 T tokens, D width.
 """
@@ -29,7 +29,7 @@ except ImportError:  # torch for CPUs comes without it
     triton = None
 
 EPS = 1e-5
-WIDEST_ROW = 32768  # elements that one program holds
+WIDEST_ROW = 32768  # elements; one program keeps a row in registers
 BANDS_PER_PROCESSOR = 2
 
 torch.library.define("phalanx::rms_norm", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -43,19 +43,19 @@ torch.library.define(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = EPS) -> Tensor:
-    """x / rms(x) · weight over the last dimension."""
+    """Return x / rms(x) · weight over the last dimension."""
     if runs_at_once(x, weight_D):
-        found: Tensor = _RmsNormFunction.apply(x, weight_D, eps)
-        return found
+        output: Tensor = _RmsNormFunction.apply(x, weight_D, eps)
+        return output
     normed: Tensor = torch.ops.phalanx.rms_norm(x, weight_D, eps)[0]
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and the sum itself."""
+    """Return the norm of x + residual, and the sum itself."""
     if runs_at_once(x, residual, weight_D):
-        found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight_D, eps)
-        return found
+        outputs: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight_D, eps)
+        return outputs
     normed, stream, _ = torch.ops.phalanx.add_rms_norm(x, residual, weight_D, eps)
     return normed, stream
 
@@ -138,7 +138,7 @@ def _sum_shapes(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tu
     return like, torch.empty_like(like), _scale_shape(x)
 
 
-# Backward: `more` is the gradient that reaches the sum by itself, past the norm. ------------------------------------
+# Backward: `more` is the gradient that reaches the sum directly, not through the norm. ------------------------------
 
 
 @torch.library.impl("phalanx::rms_norm_gradients", ("cpu", "cuda"))
@@ -149,14 +149,14 @@ def _norm_gradients(
 
 
 def norm_gradients(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and the weight where forward kept no scales: they are made again from the rows."""
+    """Return the gradients of x and the weight where forward kept no scales; they are recomputed from the rows."""
     return _backward(grad, None, x, weight_D, None, eps)
 
 
 def scaled_norm_gradients(
     grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and the weight from the scales, 1 / rms, that forward kept; `more` reaches x past the norm."""
+    """Return the gradients of x and the weight from the scales, 1 / rms, of forward; `more` is added to that of x."""
     return _backward(grad, more, x, weight_D, scale)
 
 
@@ -230,11 +230,13 @@ torch.library.register_autograd("phalanx::add_rms_norm", _sum_backward, setup_co
 
 
 def _warps(block: int) -> int:
+    """Return the warps for a block of elements: one per 512, at most 16."""
     return max(1, min(16, block // 512))
 
 
 @cache
 def _processors(index: int) -> int:
+    """Return the number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
@@ -247,7 +249,7 @@ if triton is not None:
         inside, place = column < width, row * width + column
         value = tl.load(x + place, mask=inside, other=0.0)
         if ADDS:
-            # Rounded to the stream's format first: the norm is that of what the next layer reads.
+            # Rounded to the stream's dtype first: the norm is of the values that the next layer reads.
             value = (value.to(tl.float32) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)).to(
                 value.dtype
             )
@@ -316,13 +318,13 @@ def _sum_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def _norm_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
-    """Forward reads and writes the rows once; backward reads them and their gradient and writes one."""
+    """Count the work: forward reads and writes the rows once; backward reads them and their gradient and writes one."""
     each = shape["tokens"] * shape["width"] * dtype.itemsize
     return KernelWork(read_bytes=3 * each, written_bytes=2 * each, flops=12 * shape["tokens"] * shape["width"])
 
 
 def _sum_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
-    """Forward reads two and writes two; backward reads the sum and two gradients and writes one."""
+    """Count the work: forward reads two tensors and writes two; backward reads three and writes one."""
     each = shape["tokens"] * shape["width"] * dtype.itemsize
     return KernelWork(read_bytes=5 * each, written_bytes=3 * each, flops=14 * shape["tokens"] * shape["width"])
 

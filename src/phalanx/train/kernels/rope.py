@@ -1,6 +1,6 @@
-"""Rotary positions for queries and keys in one kernel; backward is the same turn the other way.
+"""Rotary position embedding of queries and keys in one kernel; backward is the same rotation in the other direction.
 
-Halves of a head are turned (x₁, x₂ → x₁ cos − x₂ sin, x₂ cos + x₁ sin), as in `models/layers.py`.
+The halves of a head are rotated (x₁, x₂ → x₁ cos − x₂ sin, x₂ cos + x₁ sin), as in `models/layers.py`.
 
 Error: computed in float32 and rounded once.
 
@@ -27,10 +27,10 @@ torch.library.define("phalanx::rope", "(Tensor x, Tensor cos, Tensor sin, bool b
 
 
 def rotate_heads(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Heads turned by the angles of their positions; the tables hold half a head's angles, [S, H / 2]."""
+    """Return heads rotated by the angles of their positions; the tables contain half a head's angles, [S, H / 2]."""
     if runs_at_once(x_BSNH, cos_SH, sin_SH):
-        found: Tensor = _Turn.apply(x_BSNH, cos_SH, sin_SH)
-        return found
+        rotated: Tensor = _Turn.apply(x_BSNH, cos_SH, sin_SH)
+        return rotated
     turned: Tensor = torch.ops.phalanx.rope(x_BSNH, cos_SH, sin_SH, False)
     return turned
 
@@ -53,6 +53,7 @@ def _turn_heads(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor, back: bool) -> T
 
 
 def _turn(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor, back: bool) -> Tensor:
+    """Rotate heads forward or, with `back`, backward."""
     if not can_launch(x_BSNH):
         return plain_turn(x_BSNH, cos_SH, -sin_SH if back else sin_SH)
     x_BSNH = x_BSNH.contiguous()
@@ -129,7 +130,7 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     turns = 10_000.0 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
     angles = torch.arange(shape["sequence"], device=device, dtype=torch.float64)[:, None] * turns
     rows = torch.randn(size, generator=generator, device=device).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)  # as the trainer's tables
+    wide = torch.promote_types(dtype, torch.float32)  # the dtype of the trainer's tables
     return rows, angles.cos().to(wide), angles.sin().to(wide)
 
 
@@ -141,7 +142,7 @@ def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
 
 
 def _sizes(*rows: tuple[int, int, int, int]) -> list[Shape]:
-    return [{"batch": one[0], "sequence": one[1], "heads": one[2], "head": one[3]} for one in rows]
+    return [{"batch": row[0], "sequence": row[1], "heads": row[2], "head": row[3]} for row in rows]
 
 
 ROPE = register_kernel(

@@ -1,9 +1,10 @@
-"""Selection of the fastest measured variant of an operation; never one that is slower than PyTorch's own.
+"""Selection of the fastest variant of an operation by measurement; it is never slower than PyTorch's built-in.
 
-Each (operation, shape, dtype) is measured once per GPU, driver and versions of torch and Triton, and remembered in the
+Each (operation, shape, dtype) is measured once per GPU, driver and versions of torch and Triton, and stored in the
 user's cache. Variants are timed in turn, so that clocks and temperature are the same for all, and a variant replaces
-the built-in only by more than the spread of both. A variant that is wrong on small odd shapes is never selected.
-Entries of the cache that cannot be read are measured again. On a CPU nothing is measured and the built-in runs.
+the built-in only if it gains more than the spread of both timings. A variant with wrong results on small odd shapes
+is never selected. Cache entries that cannot be read are measured again. On a CPU nothing is measured and the built-in
+runs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from phalanx.io.files import read_bounded
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, Shape
 
 BUILTIN = "builtin"
-WORTH = 0.98  # of the built-in's time: a smaller gain is within what two timings of one variant differ by
+WORTH = 0.98  # share of the built-in's time: two timings of one variant differ by up to 2 %
 FLUSHED_BYTES = 256 * 2**20  # written between two timings: more than any L2 cache
-# So often: a GPU that is busy for half a millisecond (an H200) lets the host get ahead, as in a training step. A call
-# that takes the host longer than that is as slow as the host.
+# Flushes before a timed call: they keep the GPU (an H200) busy for half a millisecond, in which the host gets ahead as
+# in a training step. A call that takes the host longer than that is as slow as the host.
 FLUSHES = 8
 
 
@@ -72,16 +73,19 @@ class KernelChoice:
         """
         if self.time_ms is None:
             return f"{self.op}: {self.variant}"
-        others = ", ".join(f"{name} {self._time_of(name)}" for name in self.times_ms if name != self.variant)
-        return f"{self.op}: {self.variant}, {self._time_of(self.variant)}" + (f" ({others})" if others else "")
+        other_times = ", ".join(f"{name} {self._time_of(name)}" for name in self.times_ms if name != self.variant)
+        return f"{self.op}: {self.variant}, {self._time_of(self.variant)}" + (
+            f" ({other_times})" if other_times else ""
+        )
 
     @property
     def time_ms(self) -> float | None:
         """Milliseconds of the selected variant, or None where it was not measured."""
-        took = self.times_ms.get(self.variant, math.inf)
-        return took if math.isfinite(took) else None
+        time_ms = self.times_ms.get(self.variant, math.inf)
+        return time_ms if math.isfinite(time_ms) else None
 
     def _time_of(self, variant: str) -> str:
+        """Return a variant's time with its spread, if that is visible with two decimals."""
         spread = self.spreads_ms.get(variant, 0.0)
         return f"{self.times_ms[variant]:.2f}" + (f" ± {spread:.2f} ms" if spread >= 0.005 else " ms")
 
@@ -89,7 +93,7 @@ class KernelChoice:
 def choose_variant(
     op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device, *, folder: Path | None
 ) -> KernelChoice:
-    """The fastest variant for this shape; from `folder` where an earlier run measured it, which None never did."""
+    """Select the fastest variant for this shape; `folder` caches the choices between runs, None disables the cache."""
     if device.type != "cuda":
         return KernelChoice(op=op.name, variant=BUILTIN, times_ms={})
     key = choice_key(op.name, shape, dtype, device)
@@ -101,9 +105,9 @@ def choose_variant(
 def choose_measured(
     name: str, key: str, variants: Sequence[str], measure: Callable[[], Mapping[str, Timing]], *, folder: Path | None
 ) -> KernelChoice:
-    """Return the fastest of some variants, as `measure` times them now or did in an earlier run."""
+    """Return the fastest of some variants, by the cached times of an earlier run or by calling `measure` now."""
     entry = read_choices(folder).get(key)
-    # Entries without spreads are of versions that timed one variant after the other, with another attention kernel.
+    # Entries without spreads are from versions that timed variants one after the other, with another attention kernel.
     if entry is not None and entry["variant"] in variants and entry.get("of") == list(variants) and entry["spreads_ms"]:
         return KernelChoice(
             op=name,
@@ -116,15 +120,15 @@ def choose_measured(
     choice = KernelChoice(
         op=name,
         variant=fastest_variant(timings),
-        times_ms={variant: one.median_ms for variant, one in timings.items()},
-        spreads_ms={variant: one.spread_ms for variant, one in timings.items()},
+        times_ms={variant: timing.median_ms for variant, timing in timings.items()},
+        spreads_ms={variant: timing.spread_ms for variant, timing in timings.items()},
     )
     remember_choice(key, choice, variants, folder)
     return choice
 
 
 def chosen_here(ops: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """By operation, what was taken on this machine's GPU so far; PyTorch's own on a machine without one."""
+    """Return the cached choices for this machine's GPU, by operation; without a GPU, the built-in for each."""
     if not torch.cuda.is_available():
         return dict.fromkeys(ops, f"{BUILTIN} (CPU)")
     return chosen_variants(read_choices(kernel_cache_folder(environ)), device=torch.cuda.get_device_name())
@@ -149,20 +153,20 @@ def fastest_variant(timings: Mapping[str, Timing]) -> str:
 
 
 def choice_key(op: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
-    """Everything a measurement depends on."""
+    """Return the cache key: everything that a measurement depends on."""
     sizes = " ".join(f"{name}={size}" for name, size in sorted(shape.items()))
     return " | ".join((op, sizes, str(dtype).removeprefix("torch."), device_name(device), _package_versions()))
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name with its driver."""
+    """Return a GPU's name with its driver version, or the type of another device."""
     if device.type != "cuda":
         return device.type
     return f"{torch.cuda.get_device_name(device)} driver {_driver_version()}"
 
 
 def _driver_version() -> str:
-    """As the kernel module says it; torch knows the CUDA version that it supports only."""
+    """Return the version of the NVIDIA kernel module; torch only reports the CUDA version that it supports."""
     try:
         words = read_bounded(Path("/proc/driver/nvidia/version"), 4096).decode(errors="replace").split()
     except OSError:
@@ -171,13 +175,13 @@ def _driver_version() -> str:
 
 
 def _package_versions() -> str:
-    found = []
+    versions = []
     for name in ("torch", "triton", "phalanx"):
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} none")
-    return " ".join(found)
+            versions.append(f"{name} none")
+    return " ".join(versions)
 
 
 def remember_choice(key: str, choice: KernelChoice, variants: Sequence[str], folder: Path | None) -> None:
@@ -195,7 +199,7 @@ def remember_choice(key: str, choice: KernelChoice, variants: Sequence[str], fol
 
 
 def measure_variants(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Timing]:
-    """Time every variant that is right: forward, and backward where the operation has gradients."""
+    """Time every correct variant: forward, and backward where the operation has gradients."""
     try:
         inputs = op.make_inputs(shape, dtype, device, 0)
         calls = {
@@ -203,24 +207,24 @@ def measure_variants(op: KernelOp, shape: Shape, dtype: torch.dtype, device: tor
             for name in op.variants
             if name == BUILTIN or is_right(op, name, dtype, device)
         }
-    except torch.OutOfMemoryError:  # a job that fills the GPU trains all the same
+    except torch.OutOfMemoryError:  # a job that fills the GPU still trains, with the built-in
         return {BUILTIN: Timing(median_ms=math.inf)}
     return time_in_turn(calls, device) or {BUILTIN: Timing(median_ms=math.inf)}
 
 
 def timed_call(op: KernelOp, variant: str, inputs: Inputs) -> Callable[[], object]:
-    """One round of a variant: in place where a trainer runs it so, else forward and backward."""
+    """Return a call of one repetition: in place where a trainer runs the variant so, else forward and backward."""
     if variant in op.timed_in_place:
         in_place = op.timed_in_place[variant]
         return lambda: in_place(*inputs)
     run = op.variants[variant]
     if not op.gradients:
         return lambda: run(*inputs)
-    given = [one.detach().requires_grad_(place in op.gradients) for place, one in enumerate(inputs)]
-    wanted = [given[place] for place in op.gradients]
+    sources = [tensor.detach().requires_grad_(place in op.gradients) for place, tensor in enumerate(inputs)]
+    differentiable = [sources[place] for place in op.gradients]
     with torch.no_grad():
-        grads = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one in run(*inputs)]
-    return lambda: torch.autograd.grad(run(*given), wanted, grads)
+        grads = [torch.randn_like(tensor) if tensor.ndim else torch.ones_like(tensor) for tensor in run(*inputs)]
+    return lambda: torch.autograd.grad(run(*sources), differentiable, grads)
 
 
 def time_in_turn(
@@ -234,20 +238,21 @@ def time_in_turn(
 ) -> dict[str, Timing]:
     """Time calls in alternating order (A B, B A, …) with a cold L2 cache; a call that runs out of memory is left out.
 
-    `rounds` of each, or as many as fit into `limit_s` a call. On the device; or `with_host`, until the host has the
-    result: a call of many small kernels takes as long as the host needs to issue them.
+    Each call runs `rounds` times, or fewer if that exceeds `limit_s` seconds per call on average. Times are those of
+    the device, or, `with_host`, until the host has the result: a call of many small kernels takes as long as the host
+    needs to issue them.
     """
-    left = dict(calls)
+    remaining = dict(calls)
     samples_ms: dict[str, list[float]] = {name: [] for name in calls}
     flushed = torch.empty(FLUSHED_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
 
     def run(name: str, measure: Callable[[Callable[[], object]], float | None]) -> None:
         try:
-            took_ms = measure(left[name])
+            took_ms = measure(remaining[name])
             if took_ms is not None:
                 samples_ms[name].append(took_ms)
         except torch.OutOfMemoryError:
-            del left[name], samples_ms[name]
+            del remaining[name], samples_ms[name]
             torch.cuda.empty_cache()
 
     def warm_up(call: Callable[[], object]) -> None:
@@ -264,14 +269,15 @@ def time_in_turn(
     for name in calls:
         run(name, warm_up)
     began_s, done = time.perf_counter(), 0
-    while left and done < rounds and (done < 3 or time.perf_counter() - began_s < limit_s * len(left)):
-        for name in list(left) if done % 2 == 0 else list(reversed(left)):
+    while remaining and done < rounds and (done < 3 or time.perf_counter() - began_s < limit_s * len(remaining)):
+        for name in list(remaining) if done % 2 == 0 else list(reversed(remaining)):
             run(name, one_call_ms)
         done += 1
-    return {name: Timing.of(found) for name, found in samples_ms.items()}
+    return {name: Timing.of(samples) for name, samples in samples_ms.items()}
 
 
 def _on_device_ms(call: Callable[[], object]) -> float:
+    """Return the milliseconds of a call on the GPU, between two events."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()
@@ -281,6 +287,7 @@ def _on_device_ms(call: Callable[[], object]) -> float:
 
 
 def _until_done_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds from the call to the end of its work on the GPU."""
     torch.cuda.synchronize(device)
     began_s = time.perf_counter()
     call()
@@ -289,13 +296,14 @@ def _until_done_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _host_ms(call: Callable[[], object]) -> float:
+    """Return the milliseconds of a call by the host's clock."""
     began_s = time.perf_counter()
     call()
     return (time.perf_counter() - began_s) * 1e3
 
 
 def is_right(op: KernelOp, variant: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether results and gradients on the odd shapes lie within the operation's own bound of float64."""
+    """Return whether results and gradients on the odd shapes are within the operation's error bound of float64."""
     return all(
         largest_error(op, variant, shape, dtype, device, seed) <= op.error_bound(dtype)
         for seed, shape in enumerate(op.odd_shapes)
@@ -305,30 +313,31 @@ def is_right(op: KernelOp, variant: str, dtype: torch.dtype, device: torch.devic
 def largest_error(
     op: KernelOp, variant: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int
 ) -> float:
-    """Of results and gradients, relative to the largest number in the row of the truth."""
+    """Return the largest error of results and gradients, relative to the largest exact value in the same row."""
     inputs = op.make_inputs(shape, dtype, device, seed)
-    given = [one.detach().requires_grad_(place in op.gradients) for place, one in enumerate(inputs)]
-    exact = [one.detach().double() if one.is_floating_point() else one for one in inputs]
+    sources = [tensor.detach().requires_grad_(place in op.gradients) for place, tensor in enumerate(inputs)]
+    exact = [tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in inputs]
     for place in op.gradients:
         exact[place].requires_grad_()
-    found, truth = op.decoded(op.variants[variant](*given), inputs), op.reference(*exact)
-    pairs = [(one.detach(), other.detach()) for one, other in zip(found, truth, strict=True)]
+    results, truth = op.decoded(op.variants[variant](*sources), inputs), op.reference(*exact)
+    pairs = [(tensor.detach(), expected.detach()) for tensor, expected in zip(results, truth, strict=True)]
     if op.gradients:
-        # In the format of the results, so that both sides start from the same numbers.
-        grads = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one, _ in pairs]
-        found_grads = torch.autograd.grad(found, [given[place] for place in op.gradients], grads)
+        # In the dtype of the results, so that both sides start from the same numbers.
+        grads = [torch.randn_like(tensor) if tensor.ndim else torch.ones_like(tensor) for tensor, _ in pairs]
+        result_grads = torch.autograd.grad(results, [sources[place] for place in op.gradients], grads)
         truth_grads = torch.autograd.grad(
-            truth, [exact[place] for place in op.gradients], [one.double() for one in grads]
+            truth, [exact[place] for place in op.gradients], [tensor.double() for tensor in grads]
         )
-        pairs += zip(found_grads, truth_grads, strict=True)
-    return max(_row_error(one, other) for one, other in pairs)
+        pairs += zip(result_grads, truth_grads, strict=True)
+    return max(_row_error(tensor, expected) for tensor, expected in pairs)
 
 
 def _row_error(found: Tensor, truth: Tensor) -> float:
+    """Return the largest error relative to the largest exact value in its row; infinite for another shape or NaN."""
     if found.shape != truth.shape:
         return math.inf
-    off, size = (found.double() - truth).abs(), truth.abs()
+    error, size = (found.double() - truth).abs(), truth.abs()
     if truth.ndim:
-        off, size = off.amax(dim=-1), size.amax(dim=-1)
-    worst = float((off / size.clamp(min=1e-30)).max()) if off.numel() else 0.0
+        error, size = error.amax(dim=-1), size.amax(dim=-1)
+    worst = float((error / size.clamp(min=1e-30)).max()) if error.numel() else 0.0
     return worst if math.isfinite(worst) else math.inf

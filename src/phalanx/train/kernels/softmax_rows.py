@@ -1,4 +1,5 @@
-"""What a row of logits is to its loss: the logarithm of its sum, and the gradient of every logit.
+"""Kernel helpers for the cross-entropy of rows of logits: the logarithm of a row's sum, and the gradient of every
+logit.
 
 Shared by the heads in 16 bit (`linear_cross_entropy.py`) and in fp8 (`float8_head.py`).
 
@@ -18,11 +19,12 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the best of ten on an H200
+# Logits that one program reads at once, and its warps: the fastest of ten on an H200.
+ROW_BLOCK, ROW_WARPS = 8192, 8
 
 
 def plain_row_gradients(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the losses' sum by the logits, in float32 or wider, and losses_T, in plain operations."""
+    """Return the gradients of the summed loss with respect to the logits, in float32 or wider, and losses_T."""
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     sums_T1 = wide_TV.logsumexp(dim=1, keepdim=True)
     is_valid_T1 = (targets_T != IGNORED)[:, None]
@@ -34,7 +36,7 @@ def plain_row_gradients(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, T
 
 
 def row_blocks_and_warps(vocab: int) -> tuple[int, int]:
-    """Logits that a program reads at once, and its warps."""
+    """Return the number of logits that a program reads at once, and its number of warps."""
     block = min(ROW_BLOCK, triton.next_power_of_2(vocab))
     return block, max(1, min(ROW_WARPS, block // 256))
 
@@ -43,18 +45,19 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def row_log2_sum(start_of_row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """log2 of the sum of exp(x) over a row, read block by block.
+        """Return log2 of the sum of exp(x) over a row, read block by block.
 
-        In powers of two: one multiplication less per logit. Lanes have sums of their own, joined at the end.
+        Computed in powers of two, which saves one multiplication per logit. Each lane has its own sum; they are added
+        at the end.
         """
         LOG2E: tl.constexpr = 1.4426950408889634
         columns = tl.arange(0, BLOCK)
-        most = -1e30
+        largest = -1e30
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab, BLOCK):
             column = start + columns
             x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
-            total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
-            most = larger
-        return most + tl.log2(tl.sum(total, axis=0))
+            larger = tl.maximum(largest, tl.max(x, axis=0) * LOG2E)
+            total = total * tl.exp2(largest - larger) + tl.exp2(x * LOG2E - larger)
+            largest = larger
+        return largest + tl.log2(tl.sum(total, axis=0))

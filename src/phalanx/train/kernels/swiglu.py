@@ -1,9 +1,9 @@
-"""silu(gate) · up, alone or with the matrix that follows it, and without keeping the product for backward.
+"""silu(gate) · up, alone or fused with the matrix product that follows it, without keeping the product for backward.
 
-A gated MLP keeps gate, up and their product: 3 of the 5 widest tensors that a layer keeps. `gated_down` multiplies the
-product by the next matrix and drops it; backward makes it again in the kernel that computes the gradients of gate and
-up, which has read both anyway: one more write of the MLP's width per layer instead of one more tensor held. torch's
-compiler would keep it: it finds that forward has computed the same before.
+A gated MLP keeps gate, up and their product: 3 of the 5 widest tensors that a layer keeps. `gated_down` multiplies
+the product by the next matrix and drops it; backward recomputes it in the kernel of the gradients of gate and up,
+which reads both anyway. That costs one more write of the MLP's width per layer and saves one tensor. torch's compiler
+would keep the product: it recognizes that forward has already computed it.
 
 Error: computed in float32 and rounded once, so half a unit in the last place of each result plus float32's own error.
 
@@ -27,7 +27,7 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-TILE, WARPS = 1024, 4  # six were within 3 % of each other and of a copy on an H200
+TILE, WARPS = 1024, 4  # six choices were within 3 % of each other and of a copy on an H200
 
 # silu(gate) · up. ---------------------------------------------------------------------------------------------------
 
@@ -39,10 +39,10 @@ torch.library.define(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up with a gradient."""
+    """Return silu(gate) · up, with gradients."""
     if runs_at_once(gate, up):
-        found: Tensor = _Swiglu.apply(gate, up)
-        return found
+        activated: Tensor = _Swiglu.apply(gate, up)
+        return activated
     product: Tensor = torch.ops.phalanx.swiglu(gate, up)
     return product
 
@@ -80,12 +80,13 @@ def _product_shape(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_product(gate: Tensor, up: Tensor) -> Tensor:
-    """What the kernel computes, in plain operations."""
+    """Compute the kernel's result in plain operations."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (silu(gate.to(wide)) * up.to(wide)).to(gate.dtype).contiguous()
 
 
 def _plain_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up, and the product, in plain operations."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     wide_grad, wide_gate, wide_up = grad.to(wide), gate.to(wide), up.to(wide)
     share = torch.sigmoid(wide_gate)
@@ -116,7 +117,7 @@ def _gradient_shapes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 
 @torch.library.impl("phalanx::swiglu_gradients_", ("cpu", "cuda"))
 def _gradients_and_product(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the product becomes that of the gate; the gradient of up and the product are new."""
+    """Overwrite `grad`, the gradient of the product, with that of gate; return the gradient of up and the product."""
     if not can_launch(grad, gate, up):
         by_gate, by_up, product = _plain_gradients(grad, gate, up)
         grad.copy_(by_gate)
@@ -161,16 +162,16 @@ torch.library.register_autograd("phalanx::swiglu", _swiglu_backward, setup_conte
 
 
 def gated_down(gate: Tensor, up: Tensor, weight_DF: Tensor) -> Tensor:
-    """(silu(gate) · up) weightᵀ, of which backward keeps gate, up and weight."""
+    """Return (silu(gate) · up) weightᵀ; only gate, up and weight are kept for backward."""
     if torch.compiler.is_compiling():
         out: Tensor = gated_down_op(gate, up, weight_DF)
         return out
-    found: Tensor = _GatedDown.apply(gate, up, weight_DF)
-    return found
+    projected: Tensor = _GatedDown.apply(gate, up, weight_DF)
+    return projected
 
 
 class _GatedDown(torch.autograd.Function):
-    """The operator below by its parts, so that a trace sees both products."""
+    """`gated_down_op` as an autograd.Function, so that a trace shows both matrix products."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight_DF: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def _down_gradients(grad: Tensor, gate: Tensor, up: Tensor, weight_DF: Tensor) -
 
 @torch.library.custom_op("phalanx::gated_down", mutates_args=())
 def gated_down_op(gate: Tensor, up: Tensor, weight_DF: Tensor) -> Tensor:
-    """`gated_down` as one operator, for compiled code."""
+    """Run `gated_down` as one operator, for compiled code."""
     return torch.ops.phalanx.swiglu(gate, up) @ weight_DF.t()
 
 
@@ -262,7 +263,7 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
-    """Forward and backward: gate and up are read twice, their gradients and the product written."""
+    """Count the work of forward and backward: gate and up are read twice, their gradients and the product written."""
     each = shape["tokens"] * shape["width"] * dtype.itemsize
     return KernelWork(read_bytes=5 * each, written_bytes=3 * each, flops=14 * shape["tokens"] * shape["width"])
 

@@ -1,4 +1,6 @@
-"""Where Triton kernels can run: on GPUs, and for tests on a CPU under Triton's own interpreter (TRITON_INTERPRET=1)."""
+"""Checks where Triton kernels can run: on GPUs, and in tests on a CPU under Triton's interpreter
+(TRITON_INTERPRET=1).
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,22 @@ INTERPRETED = triton is not None and hasattr(triton, "knobs") and bool(triton.kn
 
 
 def can_launch(*tensors: Tensor) -> bool:
-    """Whether our Triton kernels take these tensors; they compute in float32, so not those in float64."""
+    """Return whether the Triton kernels support these tensors; float64 is not, because they compute in float32."""
     if triton is None:
         return False
-    return all((one.is_cuda or INTERPRETED) and one.dtype != torch.float64 for one in tensors)
+    return all((tensor.is_cuda or INTERPRETED) and tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def runs_at_once(*tensors: Tensor) -> bool:
-    """Whether these tensors have values, and no compiler looks on.
+    """Return whether these tensors have values and no compiler is tracing.
 
-    Then an operation runs by `autograd.Function` instead of as an operator of torch.library, which does the same and
-    works everywhere, but takes the host 0.2 ms a call longer.
+    Then an operation runs through `autograd.Function` instead of as an operator of torch.library. The operator
+    computes the same and works everywhere, but costs the host 0.2 ms more per call.
     """
-    plain = all(type(one) in (Tensor, torch.nn.Parameter) for one in tensors)
-    return plain and not torch.compiler.is_compiling()
+    are_plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return are_plain and not torch.compiler.is_compiling()
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's GPU, whichever is current."""
+    """Return a context that launches on the tensor's GPU, whichever GPU is current."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

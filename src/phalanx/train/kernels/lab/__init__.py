@@ -1,1 +1,1 @@
-"""The kernel lab: kernels listed, measured, written from a template, and judged by a guard that cheats do not pass."""
+"""The kernel lab: lists, measures and generates kernels, and judges them with a guard that cheats do not pass."""

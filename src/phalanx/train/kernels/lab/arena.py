@@ -1,7 +1,7 @@
-"""One block of memory that the judge and a candidate's process share: inputs with bands around them, and results.
+"""The arena: one block of memory shared by the judge and a candidate's process, with inputs, guard bands and results.
 
-The judge writes inputs into it and reads results out of it; whatever the candidate's process says about either is not
-asked. On the CPU it is an anonymous file in memory, on a GPU an allocation of the judge's that the other process maps.
+The judge writes inputs into it and reads results out of it, and never asks the candidate's process about either. On
+the CPU it is an anonymous file in memory, on a GPU an allocation of the judge's process that the other process maps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEADER_BYTES = 512 * 1024  # at its beginning: the candidate's text, and what its process noted
+HEADER_BYTES = 512 * 1024  # at its beginning: the candidate's source, and the notes of its process
 NOTES_AT, NOTES_BYTES = 384 * 1024, 4096
-BAND_BYTES = 4096  # of not-a-number before and after each tensor
+BAND_BYTES = 4096  # filled with the case's poison byte, before and after each tensor
 ALIGN = 256
-POISON = 0xFF  # as every byte: not-a-number in fp64, fp32, bf16, fp16, e5m2 and e4m3, -1 in whole numbers
+POISON = 0xFF  # as every byte: NaN in fp64, fp32, bf16, fp16, e5m2 and e4m3, -1 in integers
 
 DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
@@ -32,7 +32,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in the arena."""
+    """The location of a tensor in the arena."""
 
     offset: int
     dtype: str
@@ -40,45 +40,46 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor alone."""
+        """Bytes of the tensor, without its bands."""
         count = 1
         for size in self.shape:
             count *= size
         return count * DTYPES[self.dtype].itemsize
 
     def to_json(self) -> list[Any]:
-        """As a message carries it."""
+        """Return the place as a JSON list, for messages."""
         return [self.offset, self.dtype, list(self.shape)]
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of a dense tensor."""
+    """Return the bytes of a dense tensor."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def place_tensors(kinds: Sequence[tuple[str, Sequence[int]]], start: int = HEADER_BYTES) -> tuple[list[Place], int]:
-    """Places one behind the other with bands between them, from (dtype, shape); and where the last band ends."""
-    found, offset = [], start
+    """Lay out tensors of (dtype, shape) one after the other with bands between them; return places and the end."""
+    places, offset = [], start
     for dtype, shape in kinds:
         offset = _aligned(offset + BAND_BYTES)
         place = Place(offset, dtype, tuple(shape))
-        found.append(place)
+        places.append(place)
         offset += place.num_bytes
-    return found, _aligned(offset + BAND_BYTES)
+    return places, _aligned(offset + BAND_BYTES)
 
 
 def _aligned(offset: int) -> int:
+    """Round an offset up to a multiple of `ALIGN`."""
     return -(-offset // ALIGN) * ALIGN
 
 
 def view_place(data: Tensor, place: Place) -> Tensor:
-    """The tensor at a place, a view of the arena's bytes."""
-    part = data[place.offset : place.offset + place.num_bytes]
-    return part.view(DTYPES[place.dtype]).view(place.shape)
+    """Return the tensor at a place as a view of the arena's bytes."""
+    place_bytes = data[place.offset : place.offset + place.num_bytes]
+    return place_bytes.view(DTYPES[place.dtype]).view(place.shape)
 
 
 class HostBlock:
-    """Shared memory of the machine: the arena on a CPU, and the header of every arena."""
+    """Shared memory on the host: the arena on a CPU, and the header of every arena."""
 
     def __init__(self, num_bytes: int) -> None:
         self.file = os.memfd_create("phalanx-arena", os.MFD_CLOEXEC)
@@ -87,31 +88,31 @@ class HostBlock:
         self.data = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def write_source(self, text: bytes) -> None:
-        """The candidate's text, for its process to run; notes of an earlier process are cleared."""
+        """Write the candidate's source for its process to run, and clear the notes of an earlier process."""
         self.map[0:8] = len(text).to_bytes(8, "little")
         self.map[8 : 8 + len(text)] = text
         self.map[NOTES_AT : NOTES_AT + NOTES_BYTES] = bytes(NOTES_BYTES)
 
     def read_notes(self) -> str:
-        """What the candidate's process noted that the candidate tried; its process can change it, so it only adds."""
+        """Return the candidate's forbidden actions that its process noted; the candidate may have overwritten them."""
         raw = bytes(self.map[NOTES_AT : NOTES_AT + NOTES_BYTES])
         return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Give the memory back; views of it must be gone."""
+        """Release the memory; views of it must be gone."""
         del self.data
         os.close(self.file)
 
 
 def share_cuda(tensor: Tensor) -> list[Any]:
-    """What another process needs to map an allocation of the GPU: numbers and texts, no pickle."""
-    parts = tensor.untyped_storage()._share_cuda_()
-    return [one.hex() if isinstance(one, bytes) else one for one in parts]
+    """Return the handle by which another process maps a GPU allocation, as JSON values instead of a pickle."""
+    items = tensor.untyped_storage()._share_cuda_()
+    return [item.hex() if isinstance(item, bytes) else item for item in items]
 
 
 def map_cuda(parts: Sequence[Any]) -> Tensor:
-    """The allocation that `share_cuda` of another process described, as bytes."""
-    torch.cuda.init()  # mapping does not do it, and crashes without
+    """Map the allocation that `share_cuda` of another process described, as bytes."""
+    torch.cuda.init()  # mapping crashes without an initialized CUDA context, and does not create one
     device, handle, size, offset, counter, counter_offset, event, event_needed = parts
     storage = torch.UntypedStorage._new_shared_cuda(
         device, bytes.fromhex(handle), size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event),

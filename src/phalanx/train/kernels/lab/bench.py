@@ -1,4 +1,4 @@
-"""`phalanx kernels bench`: an operation's variants beside eager PyTorch, torch.compile and the speed of light."""
+"""`phalanx kernels bench`: times an operation's variants, eager PyTorch and torch.compile; plots them in a roofline."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from phalanx.train.kernels.lab.trial_inputs import KernelCase, check_shape, draw
 from phalanx.units import format_flops
 
 REPEATS = {"cpu": 10, "cuda": 20}
-MOST_TRUTH_BYTES = 2 * 2**30  # of float64 results: above that a measurement is not compared
+# float64 results above this size are not computed, and errors not measured.
+MOST_TRUTH_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantTime:
-    """One variant at one shape; `seconds` is infinite and `problem` says why where it does not run here."""
+    """One variant at one shape; where it does not run here, `seconds` is infinite and `problem` is the reason."""
 
     shape: Mapping[str, int]
     name: str
     seconds: float
-    moved_bytes: int  # the least it must read and write
+    moved_bytes: int  # the minimum that it must read and write
     flops: int
     light: float  # fraction of the speed of light
-    error: float = math.nan  # the largest error over what is allowed; not-a-number where it was not compared
+    error: float = math.nan  # the largest error over the allowed one; NaN where it was not compared
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTable:
-    """What was measured, where and with which software."""
+    """The measured times of an operation, with device, date and software versions."""
 
     op: str
     dtype: str
@@ -55,34 +56,34 @@ class BenchTable:
 
 
 def find_device(text: str | None) -> torch.device:
-    """cpu or cuda, by what is asked for or what there is; raises UserError or SystemFailure with a clear sentence."""
-    found = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the requested device, or the default, a GPU where there is one; raise UserError or SystemFailure."""
+    name = text or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(found)
+        device = torch.device(name)
     except RuntimeError:
-        raise mistake("--device", f'"{found[:40]}" is no device', fix="use cpu or cuda") from None
+        raise mistake("--device", f'"{name[:40]}" is no device', fix="use cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise mistake("--device", f"kernels are measured on cpu and cuda, not on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        what = "there is no GPU that this PyTorch can use"
+        problem = "there is no GPU that this PyTorch can use"
         raise SystemFailure(
-            Problem(where="--device cuda", what=what, fix="use --device cpu, which runs every operation")
+            Problem(where="--device cuda", what=problem, fix="use --device cpu, which runs every operation")
         )
     return device
 
 
 def find_dtype(op: KernelOp, text: str | None) -> torch.dtype:
-    """The type of an option, of those the operation has; its first without one."""
-    known = {str(one).removeprefix("torch."): one for one in op.dtypes}
+    """Return the dtype of an option, or the operation's first; raise UserError if the operation does not have it."""
+    op_dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in op.dtypes}
     short = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
     if text is None:
-        return next(iter(known.values()))
+        return next(iter(op_dtypes.values()))
     name = short.get(text, text)
-    if name not in known:
-        listed = ", ".join(known)
-        what = f"{op.name} has no {text[:40]}" if name in DTYPES else f'"{text[:40]}" is no type of numbers'
-        raise mistake("--dtype", what, fix=f"use {listed}")
-    return known[name]
+    if name not in op_dtypes:
+        listed = ", ".join(op_dtypes)
+        problem = f"{op.name} has no {text[:40]}" if name in DTYPES else f'"{text[:40]}" is no type of numbers'
+        raise mistake("--dtype", problem, fix=f"use {listed}")
+    return op_dtypes[name]
 
 
 def measure_op(
@@ -94,21 +95,21 @@ def measure_op(
     compiled: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> BenchTable:
-    """Time every variant at every shape; a variant that fails is told and left."""
-    place, kind = find_device(device), find_dtype(op, dtype)
+    """Time every variant at every shape; a variant that fails gets the reason as its `problem`."""
+    run_device, kind = find_device(device), find_dtype(op, dtype)
     for shape in shapes:
         check_shape(op, shape)
-    chosen = [dict(one) for one in shapes] or [timed_shape(op, kind, place)]
+    chosen = [dict(given_shape) for given_shape in shapes] or [timed_shape(op, kind, run_device)]
     tell(f"what this machine does at most, in {str(kind).removeprefix('torch.')}")
-    limits = measure_limits(place, kind)
+    limits = measure_limits(run_device, kind)
     rows: list[VariantTime] = []
     for shape in chosen:
-        rows += _measure_shape(op, shape, kind, place, limits, compiled=compiled, tell=tell)
+        rows += _measure_shape(op, shape, kind, run_device, limits, compiled=compiled, tell=tell)
     return BenchTable(
         op=op.name,
         dtype=str(kind).removeprefix("torch."),
-        device=place.type,
-        device_name=torch.cuda.get_device_name(place) if place.type == "cuda" else _cpu_name(),
+        device=run_device.type,
+        device_name=torch.cuda.get_device_name(run_device) if run_device.type == "cuda" else _cpu_name(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         torch=torch.__version__,
         triton=_triton_version(),
@@ -128,28 +129,32 @@ def _measure_shape(
     compiled: bool,
     tell: Callable[[str], None],
 ) -> list[VariantTime]:
+    """Time every variant at one shape and measure its error."""
     inputs = draw_inputs(op, KernelCase(shape=shape, dtype=dtype, seed=1), device)
-    back = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one in op.reference(*inputs)]
+    output_gradients = [
+        torch.randn_like(result) if result.ndim else torch.ones_like(result) for result in op.reference(*inputs)
+    ]
     work = op.count_work(shape, dtype)
     calls: dict[str, Callable[..., Outputs]] = {"eager": op.plain}
     if compiled:
         calls["torch.compile"] = torch.compile(op.plain, dynamic=False)
     if device.type in op.devices or device.type == "cpu":
         calls |= op.variants
-    rows, truth = [], None
+    rows, exact_results = [], None
     if work.written_bytes / dtype.itemsize * 8 <= MOST_TRUTH_BYTES:
-        truth = find_truth(op, inputs, dtype, shape=shape)
+        exact_results = find_truth(op, inputs, dtype, shape=shape)
     for name, call in calls.items():
         tell(f"{op.name} {','.join(f'{key}={size}' for key, size in shape.items())}: {name}")
         seconds, error, problem = math.inf, math.nan, ""
         try:
             with torch.no_grad():
-                if truth is not None:
-                    pairs = zip(op.decoded(call(*inputs), inputs), truth, strict=True)
+                if exact_results is not None:
+                    pairs = zip(op.decoded(call(*inputs), inputs), exact_results, strict=True)
                     error = max(error_ratio(value, exact)[0] for value, exact in pairs)
-            timed = _timed_call(op, name, call, inputs, back)
+            timed = _timed_call(op, name, call, inputs, output_gradients)
             seconds = median_seconds(timed, device, repeats=REPEATS[device.type])
-        except Exception as failure:  # a compiler that is not installed, a kernel that a device cannot run, no memory
+        # Such as a compiler that is not installed, a kernel that the device cannot run, or too little memory.
+        except Exception as failure:
             problem = printable(f"{type(failure).__name__}: {failure}", most=160).splitlines()[0]
         rows.append(
             VariantTime(
@@ -169,18 +174,18 @@ def _measure_shape(
 def _timed_call(
     op: KernelOp, name: str, call: Callable[..., Outputs], inputs: tuple[torch.Tensor, ...], back: list[torch.Tensor]
 ) -> Callable[[], object]:
-    """Forward, and backward where the operation has gradients: what its least work counts."""
+    """Return a call of forward, and backward where the operation has gradients, as its minimum work counts both."""
     if name in op.timed_in_place:
-        in_place, own = op.timed_in_place[name], [one.clone() for one in inputs]
-        return lambda: in_place(*own)
+        in_place, copies = op.timed_in_place[name], [tensor.clone() for tensor in inputs]
+        return lambda: in_place(*copies)
     if not op.gradients:
         return lambda: call(*inputs)
-    given = [one.detach().requires_grad_(place in op.gradients) for place, one in enumerate(inputs)]
-    wanted = [given[place] for place in op.gradients]
+    sources = [tensor.detach().requires_grad_(place in op.gradients) for place, tensor in enumerate(inputs)]
+    differentiable = [sources[place] for place in op.gradients]
 
     def both_ways() -> object:
-        results = [(one, grad) for one, grad in zip(call(*given), back, strict=True) if one.requires_grad]
-        return torch.autograd.grad([one for one, _ in results], wanted, [grad for _, grad in results])
+        results = [(result, grad) for result, grad in zip(call(*sources), back, strict=True) if result.requires_grad]
+        return torch.autograd.grad([result for result, _ in results], differentiable, [grad for _, grad in results])
 
     return both_ways
 
@@ -196,12 +201,12 @@ def _triton_version() -> str:
 
 
 def roofline_svg(table: BenchTable) -> str:
-    """Arithmetic per second over arithmetic per byte: the two roofs of the machine, and each variant as a dot."""
-    rows = [one for one in table.rows if math.isfinite(one.seconds) and one.flops > 0 and one.moved_bytes > 0]
+    """Draw arithmetic per second over arithmetic per byte: the two roofs of the machine, and a dot per variant."""
+    rows = [row for row in table.rows if math.isfinite(row.seconds) and row.flops > 0 and row.moved_bytes > 0]
     if not rows:
         return ""
     ridge = math.log10(table.flops_per_s / table.bytes_per_s)
-    marks = [math.log10(one.flops / one.moved_bytes) for one in rows]
+    marks = [math.log10(row.flops / row.moved_bytes) for row in rows]
     low, high = min(*marks, ridge) - 0.5, max(*marks, ridge) + 0.5
     roof = PlotLine(
         label="speed of light",
@@ -209,16 +214,16 @@ def roofline_svg(table: BenchTable) -> str:
         mean=[math.log10(table.bytes_per_s) + low, math.log10(table.flops_per_s), math.log10(table.flops_per_s)],
         style=PLANNED_STYLE,
     )
-    names = list(dict.fromkeys(one.name for one in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
     lines = [
         PlotLine(
             label=name,
-            x=[mark for one, mark in zip(rows, marks, strict=True) if one.name == name],
-            mean=[math.log10(one.flops / one.seconds) for one in rows if one.name == name],
-            style=str(place % 3 + 1),
+            x=[mark for row, mark in zip(rows, marks, strict=True) if row.name == name],
+            mean=[math.log10(row.flops / row.seconds) for row in rows if row.name == name],
+            style=str(index % 3 + 1),
             dots=True,
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
     picture = line_plot(
         f"roofline of {table.op}, {table.dtype}, on {table.device_name}",
@@ -226,13 +231,13 @@ def roofline_svg(table: BenchTable) -> str:
         show=lambda value: format_flops(10.0**value).removesuffix("FLOP/s").strip(),
         show_x=lambda value: f"{10.0**value:.3g}",
     )
-    words = [
+    labels = [
         svg_element("text", "FLOP/s", class_="tick", x=68.0, y=22.0),
         svg_element("text", "FLOP per byte", class_="tick", text_anchor="end", x=630.0, y=188.0),
     ]
-    for place, name in enumerate(names):
-        best = max(one.light for one in rows if one.name == name)
-        y = 174.0 - 14.0 * (len(names) - 1 - place)
-        words.append(svg_element("circle", class_=f"dot s{place % 3 + 1}", cx=420.0, cy=y - 4.0, r=3))
-        words.append(svg_element("text", printable(f"{name}: {best:.0%} of light"), class_="tick", x=428.0, y=y))
-    return standalone_svg(picture.replace("</svg>", "\n".join([*words, "</svg>"])))
+    for index, name in enumerate(names):
+        best = max(row.light for row in rows if row.name == name)
+        y = 174.0 - 14.0 * (len(names) - 1 - index)
+        labels.append(svg_element("circle", class_=f"dot s{index % 3 + 1}", cx=420.0, cy=y - 4.0, r=3))
+        labels.append(svg_element("text", printable(f"{name}: {best:.0%} of light"), class_="tick", x=428.0, y=y))
+    return standalone_svg(picture.replace("</svg>", "\n".join([*labels, "</svg>"])))

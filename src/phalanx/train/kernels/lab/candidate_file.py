@@ -1,12 +1,12 @@
-"""A candidate's file, read and never run here: which operation it is for, and what it plainly may not do.
+"""A candidate's file, parsed but never run here: its operation, and obvious violations of the contract.
 
 The contract of a file:
 
     OP = "rms-norm"                  # an operation of `phalanx kernels list`
-    def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in memory of its own
+    def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in new memory
 
-What is found here is found by reading, and is there to name a mistake in plain words. It stops nobody who hides an
-import; the process that runs the file does.
+These checks only read the source, to report a mistake in plain words. They do not stop an author who hides an import;
+the process that runs the file does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FORBIDDEN_CALLS = ("__import__", "breakpoint", "compile", "eval", "exec", "input
 
 
 def read_candidate(path: Path) -> str:
-    """The text of a kernel's file; raises UserError where there is none."""
+    """Return the source in a kernel file; raise UserError if it cannot be read."""
     return read_text(path, noun="kernel file", most_bytes=MOST_BYTES)
 
 
 def find_op(name: str, known: dict[str, KernelOp], *, where: str = "OP") -> KernelOp:
-    """The operation of a name; raises UserError with the nearest."""
+    """Return the operation with a name; raise UserError with the nearest name."""
     if name in known:
         return known[name]
     close = nearest(name, known)
@@ -40,19 +40,21 @@ def find_op(name: str, known: dict[str, KernelOp], *, where: str = "OP") -> Kern
 
 
 def candidate_op(source: str, where: str, given: str | None, known: dict[str, KernelOp]) -> KernelOp:
-    """The operation a file is for: `given`, or its OP; raises UserError where neither says or both differ."""
-    said = declared_op(source, where)
-    if given and said and given != said:
-        raise mistake(where, f'is for the operation "{said[:60]}", and --op says {given}', fix="leave --op out")
-    if not (given or said):
+    """Return the operation of a file: `given`, or its OP; raise UserError if both are missing or they differ."""
+    declared = declared_op(source, where)
+    if given and declared and given != declared:
+        raise mistake(where, f'is for the operation "{declared[:60]}", and --op says {given}', fix="leave --op out")
+    if not (given or declared):
         raise mistake(where, "does not say which operation it is for", fix='write OP = "…" in it, or give --op')
-    return find_op(given or said, known, where="--op" if given else where)
+    return find_op(given or declared, known, where="--op" if given else where)
 
 
 def declared_op(source: str, where: str) -> str:
-    """What the file assigns to OP; raises UserError for what is not Python."""
+    """Return the text that the file assigns to OP, or an empty text; raise UserError if the file is not Python."""
     for node in parse_candidate(source, where).body:
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == "OP" for one in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "OP" for target in node.targets
+        ):
             return (
                 node.value.value if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else ""
             )
@@ -60,7 +62,7 @@ def declared_op(source: str, where: str) -> str:
 
 
 def parse_candidate(source: str, where: str) -> ast.Module:
-    """Its syntax tree."""
+    """Return the syntax tree; raise UserError if the source is not Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -69,7 +71,7 @@ def parse_candidate(source: str, where: str) -> ast.Module:
 
 
 def check_text(tree: ast.Module) -> None:
-    """Raise RefusedError for what a kernel may not do, where it can be read off the file."""
+    """Raise RefusedError for violations that are visible in the source."""
     if not any(isinstance(node, ast.FunctionDef) and node.name == "kernel" for node in tree.body):
         raise RefusedError("contract", "defines no function kernel")
     for node in ast.walk(tree):

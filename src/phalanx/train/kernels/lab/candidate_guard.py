@@ -1,9 +1,10 @@
-"""The guard: a candidate kernel is run in a process of its own and judged here, by its bytes and by our clock.
+"""The guard: runs a candidate kernel in a separate process and judges its results and its time in this one.
 
-What makes a cheat fail is where things are known. Inputs are drawn here, from seeds of the operating system, and lie in
-memory that both processes map; results are read from that memory after the candidate's process has ended, and only then
-is the truth computed, in float64, here. Timed runs have new inputs each, and their results are judged like all others.
-The candidate's own clock is a claim: what counts is the slower of its clock and ours, in the slower of two processes.
+A cheat fails because the candidate's process never has the data it would need. Inputs are drawn here, from seeds of
+the operating system, and are in memory that both processes map; results are read from that memory after the
+candidate's process has ended, and only then is the exact result computed, in float64, here. Every timed run has new
+inputs, and its results are judged like all others. The candidate's own clock is only a claim: the slower of its clock
+and the guard's counts, in the slower of two processes.
 """
 
 from __future__ import annotations
@@ -56,22 +57,23 @@ from phalanx.train.kernels.lab.trial_inputs import (
 )
 from phalanx.units import format_seconds
 
-# Timed batches in each of two processes, after one that is checked and not counted; and calls in a batch, each on
-# inputs of its own. A GPU's kernel is over in less time than a message takes: our clock needs many of them.
+# Timed batches in each of two processes, after one that is checked and not counted; and calls per batch, each with its
+# own inputs. A GPU's kernel takes less time than a message: the guard's clock needs many calls per message.
 BATCHES = {"cpu": 5, "cuda": 3}
 BATCH_CALLS = {"cpu": 1, "cuda": 16}
-# A result faster than this many times the speed of light is refused. A CPU's caches outrun its memory, whatever is done
-# to empty them.
+# A result faster than this many times the speed of light is refused. More on a CPU: its caches are faster than its
+# memory, and flushing does not fully empty them.
 LIGHT_ALLOWANCE = {"cpu": 4.0, "cuda": 1.15}
-COPY_ALLOWANCE = 1.5  # our estimate of copying results out, which our clock sees and the candidate's does not
-# What the process does between a request and the kernel, at most; also the most that is taken off our clock for a
-# message there and back, which a candidate could slow down on purpose.
+# Times the estimated time of copying results out, which the guard's clock includes and the candidate's does not.
+COPY_ALLOWANCE = 1.5
+# Upper bound of the process's work between a request and the kernel. Also the most that is subtracted from the guard's
+# clock for a message and its answer, which a candidate could slow down on purpose.
 HANDLING_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTiming:
-    """Seconds of one call at one shape, forward and backward where there are gradients; `seconds` is what counts."""
+    """Seconds of one call at one shape, with backward where there are gradients; `seconds` is the official time."""
 
     shape: Shape
     dtype: str
@@ -85,26 +87,27 @@ class KernelTiming:
 
     @property
     def light(self) -> float:
-        """Fraction of the speed of light."""
+        """Fraction of the speed of light that the kernel reaches."""
         return self.least_s / self.seconds if self.seconds else math.inf
 
     @property
     def confirmed(self) -> bool:
-        """Whether the second process took about as long as the first."""
+        """True if the times of the two processes differ by at most 25 %."""
         return max(self.first_s, self.second_s) <= 1.25 * min(self.first_s, self.second_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelVerdict:
-    """What the guard says of a candidate."""
+    """The guard's verdict on a candidate."""
 
     op: str
     device: str
     passed: bool
-    kind: str = ""  # why it is refused, in one word: values, result, input, time, memory, crash, import, forbidden, …
+    # Reason of a refusal in one word: values, result, input, time, memory, crash, import, forbidden, …
+    kind: str = ""
     reason: str = ""
     cases: int = 0
-    worst_error: float = 0.0  # the largest error over what is allowed, of all cases
+    worst_error: float = 0.0  # the largest error over the allowed one, of all cases
     with_gradients: bool = False
     barriers: tuple[str, ...] = ()
     timing: KernelTiming | None = None
@@ -112,13 +115,13 @@ class KernelVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CandidateAnswer:
-    """What lay in the arena after one request, kept here; seconds are of one call."""
+    """The results of one request, copied out of the arena; seconds are per call."""
 
     cases: Sequence[KernelCase]
     outputs: list[list[Tensor]]
-    seconds: float = 0.0  # by our clock, from the request to the answer
+    seconds: float = 0.0  # by the guard's clock, from the request to the answer
     claimed_s: float = 0.0
-    message_s: float = 0.0  # the longest of a few messages there and back, just before
+    message_s: float = 0.0  # the longest of a few empty round trips just before
 
 
 def judge_candidate(
@@ -134,22 +137,26 @@ def judge_candidate(
     limits: CandidateLimits | None = None,
     machine: MachineLimits | None = None,
 ) -> KernelVerdict:
-    """Try a candidate's text; never raises for what the candidate does."""
-    wanted = tuple(op.gradients) if gradients else ()
-    known = KernelVerdict(op=op.name, device=device, passed=False, with_gradients=bool(wanted))
+    """Judge a candidate's source: values in every case, then its time.
+
+    Never raises for anything the candidate does; raises SystemFailure where the GPU has too little memory to judge
+    it.
+    """
+    differentiable = tuple(op.gradients) if gradients else ()
+    verdict = KernelVerdict(op=op.name, device=device, passed=False, with_gradients=bool(differentiable))
     try:
         check_text(parse_candidate(source, op.name))
     except RefusedError as error:
-        return replace(known, kind=error.kind, reason=str(error))
-    trial = _CandidateTrial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
+        return replace(verdict, kind=error.kind, reason=str(error))
+    trial = _CandidateTrial(source, op, server, torch.device(device), differentiable, limits or CandidateLimits())
     random_source = random.Random(os.urandom(16))
-    tried = tuple(dtypes) or tuple(op.dtypes)
-    # The least work of an operation with gradients is that of both directions: one alone has no speed of light.
+    tried_dtypes = tuple(dtypes) or tuple(op.dtypes)
+    # The minimum work of an operation with gradients is defined for forward plus backward, so only both are timed.
     is_timed = timed and (gradients or not op.gradients)
-    large = dict(shape) if shape else timed_shape(op, tried[0], torch.device(device))
-    cases = draw_cases(op, tried, random_source, large=large, timed_dtype=tried[0] if is_timed else None)
-    uses = [batch for one in tried for batch in draw_uses(op, one, random_source, gradients=gradients)]
-    batches = _timed_batches(op, large, tried[0], torch.device(device).type, random_source) if is_timed else []
+    large = dict(shape) if shape else timed_shape(op, tried_dtypes[0], torch.device(device))
+    cases = draw_cases(op, tried_dtypes, random_source, large=large, timed_dtype=tried_dtypes[0] if is_timed else None)
+    uses = [batch for dtype in tried_dtypes for batch in draw_uses(op, dtype, random_source, gradients=gradients)]
+    batches = _timed_batches(op, large, tried_dtypes[0], torch.device(device).type, random_source) if is_timed else []
     try:
         with trial:
             worst, count = trial.judge_values([*([case] for case in cases), *uses])
@@ -158,12 +165,13 @@ def judge_candidate(
                 timing, worst_timed = trial.judge_time(batches, machine)
                 worst = max(worst, worst_timed)
     except RefusedError as error:
-        return replace(known, kind=error.kind, reason=str(error), barriers=trial.barriers)
-    except torch.OutOfMemoryError as error:  # ours: the candidate's is one of its process
-        what = "the GPU has too little memory to judge a kernel at these sizes"
-        raise SystemFailure(Problem(where=op.name, what=what, fix="time it at a smaller --shape")) from error
+        return replace(verdict, kind=error.kind, reason=str(error), barriers=trial.barriers)
+    # This process ran out of memory; in the candidate's it would have been a RefusedError.
+    except torch.OutOfMemoryError as error:
+        problem_text = "the GPU has too little memory to judge a kernel at these sizes"
+        raise SystemFailure(Problem(where=op.name, what=problem_text, fix="time it at a smaller --shape")) from error
     return replace(
-        known,
+        verdict,
         passed=True,
         cases=count + sum(map(len, batches)),
         worst_error=worst,
@@ -175,7 +183,7 @@ def judge_candidate(
 def _timed_batches(
     op: KernelOp, shape: Shape, dtype: torch.dtype, device_type: str, random_source: random.Random
 ) -> list[list[KernelCase]]:
-    """Cases of both timed processes; every call has the next pattern of values, in an order that no kernel knows."""
+    """Draw the cases of both timed processes; each call has the next pattern of values, in a random order."""
     patterns = op_patterns(op)
     random_source.shuffle(patterns)
     endless = itertools.cycle(patterns)
@@ -189,7 +197,7 @@ def _timed_batches(
 
 
 class _CandidateTrial:
-    """The memory and the processes of one candidate."""
+    """The shared memory and the processes of one candidate."""
 
     def __init__(
         self,
@@ -219,30 +227,32 @@ class _CandidateTrial:
         if self._cache is not None:
             self._cache.cleanup()
 
-    # ---- one process after the other ---------------------------------------------------------------------------------
+    # ---- processes, one after the other ----------------------------------------------------------------------------
 
     def judge_values(self, batches: Sequence[Sequence[KernelCase]]) -> tuple[float, int]:
-        """Run all batches in one process, then compare; the worst error and the number of cases."""
+        """Run all batches in one process, then compare; return the worst error ratio and the number of cases."""
         answers = self._run_batches(batches)
         return max(map(self._compare, answers)), sum(map(len, batches))
 
     def judge_time(
         self, batches: Sequence[Sequence[KernelCase]], machine: MachineLimits | None
     ) -> tuple[KernelTiming, float]:
-        """Time in two processes, and compare every timed result; the worst error of them."""
+        """Time the batches in two processes and compare every timed result; return the timing and the worst error."""
         half, case = len(batches) // 2, batches[0][0]
         limits = machine or measure_limits(self.device, case.dtype)
-        runs = [self._run_batches(part, timed=True) for part in (batches[:half], batches[half:])]
+        runs = [self._run_batches(process_batches, timed=True) for process_batches in (batches[:half], batches[half:])]
         worst = max(self._compare(answer) for answers in runs for answer in answers)
         work = self.op.count_work(case.shape, case.dtype)
-        copying = COPY_ALLOWANCE * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
+        copying = (
+            COPY_ALLOWANCE * 2 * sum(tensor_bytes(output) for output in runs[0][0].outputs[0]) / limits.bytes_per_s
+        )
         handling = HANDLING_S / len(batches[0])
         measured = []
         for answers in runs:
             counted = answers[1:]  # the first warms up
-            claimed = median(one.claimed_s for one in counted)
-            ours = median(one.seconds for one in counted) - copying
-            fastest = min(one.seconds for one in counted)
+            claimed = median(answer.claimed_s for answer in counted)
+            guard_s = median(answer.seconds for answer in counted) - copying
+            fastest = min(answer.seconds for answer in counted)
             least = limits.least_seconds(work) / LIGHT_ALLOWANCE[self.device.type]
             if claimed < least:
                 raise RefusedError(
@@ -251,19 +261,19 @@ class _CandidateTrial:
                     f" {work.read_bytes:,} bytes in, {work.written_bytes:,} out and {work.flops:,} FLOPs take"
                     f" {format_seconds(least)} here at least",
                 )
-            # A busy machine delays messages; who delays them on purpose is held to our clock all the same.
-            delayed = max(one.message_s for one in counted) / len(batches[0])
-            if max(one.claimed_s for one in counted) + copying + handling + delayed < 0.5 * fastest:
+            # A busy machine delays messages. Delaying them on purpose does not help: the guard's clock still counts.
+            delayed = max(answer.message_s for answer in counted) / len(batches[0])
+            if max(answer.claimed_s for answer in counted) + copying + handling + delayed < 0.5 * fastest:
                 raise RefusedError(
                     "clock",
                     f"its own clock says {format_seconds(claimed)}, ours {format_seconds(fastest)} at least",
                 )
-            measured.append((max(claimed, ours), claimed))
+            measured.append((max(claimed, guard_s), claimed))
         timing = KernelTiming(
             shape=case.shape,
             dtype=str(case.dtype).removeprefix("torch."),
-            seconds=max(one for one, _ in measured),
-            claimed_s=max(one for _, one in measured),
+            seconds=max(official_s for official_s, _ in measured),
+            claimed_s=max(claimed for _, claimed in measured),
             first_s=measured[0][0],
             second_s=measured[1][0],
             least_s=limits.least_seconds(work),
@@ -273,6 +283,7 @@ class _CandidateTrial:
         return timing, worst
 
     def _run_batches(self, batches: Sequence[Sequence[KernelCase]], *, timed: bool = False) -> list[_CandidateAnswer]:
+        """Compile Triton kernels if needed, then run batches in one new process; raise RefusedError on a violation."""
         self._make_arena(batches)
         if self.device.type == "cuda" and "triton" in self.source:
             self._compile_kernels([case for batch in batches for case in batch[:1]])
@@ -288,6 +299,7 @@ class _CandidateTrial:
         return answers
 
     def _start_process(self, *, compiling: bool) -> CandidateProcess:
+        """Start a process for the candidate and let it load its source."""
         assert self._block is not None
         self._block.write_source(self.source.encode())
         settings = {
@@ -308,49 +320,53 @@ class _CandidateTrial:
         return process
 
     def _compile_kernels(self, cases: Sequence[KernelCase]) -> None:
-        """Triton's compiler runs programs and writes files: it gets a process of its own, inputs that are then thrown
-        away, and one folder, which later processes only read."""
+        """Compile Triton kernels in a separate process that may run programs and write to one cache folder.
+
+        Its inputs are discarded, and later processes only read the folder.
+        """
         if self._cache is None:
             self._cache = tempfile.TemporaryDirectory(prefix="phalanx-kernels-")
-        new = {
+        new_cases = {
             f"{case.dtype} {sorted(case.shape.items())} {self._asked(case)} {case.unused} {case.turned}": case
             for case in cases
         }
-        new = {key: case for key, case in new.items() if key not in self._compiled}
-        if not new:
+        new_cases = {key: case for key, case in new_cases.items() if key not in self._compiled}
+        if not new_cases:
             return
         process = self._start_process(compiling=True)
         try:
-            for case in new.values():
+            for case in new_cases.values():
                 self._run_batch(process, [replace(case, seed=0, pattern=ORDINARY, kept_seed=None)], timed=False)
         finally:
             process.end()
-        self._compiled |= set(new)
+        self._compiled |= set(new_cases)
 
     def _notes(self) -> str:
+        """Return the forbidden actions that the candidate's process noted."""
         return printable(self._block.read_notes(), most=200) if self._block is not None else ""
 
     def _with_notes(self, error: RefusedError) -> RefusedError:
+        """Return a refusal for the noted actions, if there are any, instead of `error`."""
         notes = self._notes()
         return RefusedError("forbidden", f"tried what a kernel may not: {notes}") if notes else error
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
     def _asked(self, case: KernelCase) -> tuple[int, ...]:
-        """The inputs whose gradients are asked for in a case."""
-        return tuple(one for one in self.wanted if case.gradients_of is None or one in case.gradients_of)
+        """Return the indices of the inputs whose gradients a case requests."""
+        return tuple(index for index in self.wanted if case.gradients_of is None or index in case.gradients_of)
 
     def _make_arena(self, batches: Sequence[Sequence[KernelCase]]) -> None:
-        """Memory for the largest batch."""
-        most = 0
-        by_size = {f"{sorted(one[0].shape.items())} {one[0].dtype} {len(one)}": one for one in batches}
+        """Allocate the arena for the largest batch."""
+        arena_bytes = 0
+        by_size = {f"{sorted(cases[0].shape.items())} {cases[0].dtype} {len(cases)}": cases for cases in batches}
         for batch in by_size.values():
             end = HEADER_BYTES
             inputs = draw_inputs(self.op, batch[0], self.device)
             for _ in batch:
                 end = self._place_case(inputs, self.wanted, end).end
-            most = max(most, end)
-        if self._data.numel() >= most:
+            arena_bytes = max(arena_bytes, end)
+        if self._data.numel() >= arena_bytes:
             return
         on_gpu = self.device.type == "cuda"
         self._data = torch.empty(0)
@@ -358,35 +374,41 @@ class _CandidateTrial:
             self._block.close()
             self._block = None
         if self._block is None:
-            self._block = HostBlock(HEADER_BYTES if on_gpu else most)
-        self._data = self.server.gpu_memory(most, self.device) if on_gpu else self._block.data
+            self._block = HostBlock(HEADER_BYTES if on_gpu else arena_bytes)
+        self._data = self.server.gpu_memory(arena_bytes, self.device) if on_gpu else self._block.data
 
     def _place_case(self, inputs: Sequence[Tensor], wanted: tuple[int, ...], start: int) -> _CasePlaces:
+        """Lay out the tensors of one case in the arena, from byte `start`."""
         kinds = [(_type_name(dtype), shape) for dtype, shape in result_kinds(self.op, inputs)]
-        given = [(_type_name(one.dtype), tuple(one.shape)) for one in inputs]
-        back = kinds if wanted else []
-        asked = [given[place] for place in wanted]
-        places, end = place_tensors([*given, *kinds, *back, *asked], start)
-        rest = iter(places)
-        parts = [[next(rest) for _ in part] for part in (given, kinds, back, asked)]
-        return _CasePlaces(inputs=parts[0], outputs=parts[1], output_gradients=parts[2], gradients=parts[3], end=end)
+        input_kinds = [(_type_name(tensor.dtype), tuple(tensor.shape)) for tensor in inputs]
+        back_kinds = kinds if wanted else []
+        gradient_kinds = [input_kinds[place] for place in wanted]
+        places, end = place_tensors([*input_kinds, *kinds, *back_kinds, *gradient_kinds], start)
+        next_places = iter(places)
+        groups = [
+            [next(next_places) for _ in group_kinds] for group_kinds in (input_kinds, kinds, back_kinds, gradient_kinds)
+        ]
+        return _CasePlaces(
+            inputs=groups[0], outputs=groups[1], output_gradients=groups[2], gradients=groups[3], end=end
+        )
 
     def _run_batch(self, process: CandidateProcess, batch: Sequence[KernelCase], *, timed: bool) -> _CandidateAnswer:
-        """Fill the arena, ask for one run of every case, and take everything out again."""
-        rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
-        process.pause()  # a thread that watches the arena must not begin before our clock does
-        end, placed, given, wanted = HEADER_BYTES, [], [], self._asked(batch[0])
+        """Fill the arena, request one run of every case, and copy the results out."""
+        round_trips = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
+        # A thread of the candidate that watches the arena must not start working before the guard's clock does.
+        process.pause()
+        end, placed, case_values, differentiable = HEADER_BYTES, [], [], self._asked(batch[0])
         for case in batch:
             inputs = draw_inputs(self.op, case, self.device)
-            placed.append(self._place_case(inputs, wanted, end))
-            given.append([*inputs, *_draw_gradients(case, inputs, placed[-1].output_gradients)])
+            placed.append(self._place_case(inputs, differentiable, end))
+            case_values.append([*inputs, *_draw_gradients(case, inputs, placed[-1].output_gradients)])
             end = placed[-1].end
         used = self._data[HEADER_BYTES:end]
         used[:] = batch[0].poison
-        for places, values in zip(placed, given, strict=True):
+        for places, values in zip(placed, case_values, strict=True):
             for place, value in zip([*places.inputs, *places.output_gradients], values, strict=True):
                 view_place(self._data, place).copy_(value)
-        del given
+        del case_values
         before = used.clone()
         request: dict[str, Any] = {
             "do": "run",
@@ -394,25 +416,26 @@ class _CandidateTrial:
             "overlap": batch[0].overlap,
             "unused": batch[0].unused,
             "turned": batch[0].turned,
-            "inputs": [[one.to_json() for one in places.inputs] for places in placed],
-            "outputs": [[one.to_json() for one in places.outputs] for places in placed],
-            "output_gradients": [[one.to_json() for one in places.output_gradients] for places in placed],
-            "gradients": [[one.to_json() for one in places.gradients] for places in placed],
-            "differentiable": list(wanted),
+            "inputs": [[place.to_json() for place in places.inputs] for places in placed],
+            "outputs": [[place.to_json() for place in places.outputs] for places in placed],
+            "output_gradients": [[place.to_json() for place in places.output_gradients] for places in placed],
+            "gradients": [[place.to_json() for place in places.gradients] for places in placed],
+            "differentiable": list(differentiable),
         }
         if timed:
             flush_caches(self.device, self._kept)
         synchronize_device(self.device)
         seconds, answer = _timed_ask(process, request)
         synchronize_device(self.device)
-        for places in placed:  # all but results must be as it was: inputs, and the bands around everything
+        # Everything except results must be unchanged: inputs, and the bands around all tensors.
+        for places in placed:
             for place in (*places.outputs, *places.gradients):
-                part = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
-                before[part] = used[part]
+                place_bytes = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
+                before[place_bytes] = used[place_bytes]
         if not torch.equal(before, used):
             raise _changed_memory(before, used, placed)
-        claimed = answer.get("seconds")
-        if not isinstance(claimed, float) or not math.isfinite(claimed) or claimed < 0.0:
+        claimed_s = answer.get("seconds")
+        if not isinstance(claimed_s, float) or not math.isfinite(claimed_s) or claimed_s < 0.0:
             raise RefusedError("nonsense", "its process sent no time of its own")
         return _CandidateAnswer(
             cases=batch,
@@ -420,30 +443,32 @@ class _CandidateTrial:
                 [view_place(self._data, place).clone() for place in (*places.outputs, *places.gradients)]
                 for places in placed
             ],
-            seconds=max(0.0, seconds - min(median(rounds), HANDLING_S)) / len(batch),
-            claimed_s=claimed / len(batch),
-            message_s=max(rounds),
+            seconds=max(0.0, seconds - min(median(round_trips), HANDLING_S)) / len(batch),
+            claimed_s=claimed_s / len(batch),
+            message_s=max(round_trips),
         )
 
     def _compare(self, answer: _CandidateAnswer) -> float:
-        """Compute the truth, now that the candidate's process is gone."""
+        """Compute the exact results, now that the candidate's process is gone; return the worst error ratio."""
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
-            wanted = self._asked(case)
+            differentiable = self._asked(case)
             inputs = draw_inputs(self.op, case, self.device)
-            back = _draw_gradients(case, inputs, self._place_case(inputs, wanted, 0).output_gradients)
-            results = len(outputs) - len(wanted)
+            output_gradients = _draw_gradients(
+                case, inputs, self._place_case(inputs, differentiable, 0).output_gradients
+            )
+            results = len(outputs) - len(differentiable)
             numbers = [*self.op.decoded(tuple(outputs[:results]), inputs), *outputs[results:]]
-            truth = find_truth(self.op, inputs, case.dtype, back, shape=case.shape)
-            count = len(truth) - (len(self.op.gradients) if back else 0)
-            truth = [*truth[:count], *(truth[count + self.op.gradients.index(place)] for place in wanted)]
+            truth = find_truth(self.op, inputs, case.dtype, output_gradients, shape=case.shape)
+            count = len(truth) - (len(self.op.gradients) if output_gradients else 0)
+            truth = [*truth[:count], *(truth[count + self.op.gradients.index(place)] for place in differentiable)]
             worst = max(worst, compare_values(numbers, truth, str(case)))
         return worst
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CasePlaces:
-    """Where the tensors of one case lie: given are inputs and gradients of results, asked for are the others."""
+    """The places of one case's tensors: inputs, results, given gradients of results, requested gradients of inputs."""
 
     inputs: list[Place]
     outputs: list[Place]
@@ -453,6 +478,7 @@ class _CasePlaces:
 
 
 def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Resume the process, send a request, and return the seconds until its answer with the answer."""
     start = time.perf_counter()
     process.resume()
     answer = process.ask(request)
@@ -460,9 +486,10 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
 
 
 def _draw_gradients(case: KernelCase, inputs: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    found = draw_output_gradients(case, inputs, [(DTYPES[one.dtype], one.shape) for one in places])
-    # The truth has zeros where the candidate is given no gradient.
-    return [torch.zeros_like(one) if number == case.unused else one for number, one in enumerate(found)]
+    """Draw the gradients of a case's results."""
+    gradients = draw_output_gradients(case, inputs, [(DTYPES[place.dtype], place.shape) for place in places])
+    # Zeros for the unused result, for which the candidate gets no gradient.
+    return [torch.zeros_like(grad) if number == case.unused else grad for number, grad in enumerate(gradients)]
 
 
 def _type_name(dtype: torch.dtype) -> str:
@@ -470,10 +497,13 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def _changed_memory(before: Tensor, after: Tensor, placed: Sequence[_CasePlaces]) -> RefusedError:
+    """Return the refusal for a write outside of results: to an input, or outside of all tensors."""
     for places in placed:
         for number, place in enumerate((*places.inputs, *places.output_gradients)):
-            part = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
-            if not torch.equal(before[part], after[part]):
-                inside = number < len(places.inputs)
-                return RefusedError("input", f"changed {f'input {number}' if inside else 'the gradient it was given'}")
+            place_bytes = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
+            if not torch.equal(before[place_bytes], after[place_bytes]):
+                is_input = number < len(places.inputs)
+                return RefusedError(
+                    "input", f"changed {f'input {number}' if is_input else 'the gradient it was given'}"
+                )
     return RefusedError("outside", "wrote outside of its tensors")

@@ -1,9 +1,9 @@
-"""`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks a process per candidate, locked in.
+"""`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks one sandboxed process per candidate.
 
-Importing torch takes two seconds; forking takes milliseconds. This process imports it once, runs no candidate itself
-and knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the
-candidate on what lies in the arena. Whatever a candidate changes in its fork, it can only change what its own fork
-says: values are judged by the judge, from the arena.
+Importing torch takes two seconds, forking takes milliseconds. This process imports torch once, never runs a candidate
+itself, and does not know inputs, exact results or seeds. A fork gives up access to files, network and other
+processes, then runs the candidate on the inputs in the arena. A candidate can only change the messages of its fork:
+the judge reads values from the arena.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from phalanx.train.kernels.lab.syscall_filter import forbid_calls
 from phalanx.train.kernels.source_module import load_source
 
 MESSAGE_BYTES = 64 * 1024
-# What a kernel may import; loaded before files are forbidden.
+# Modules that a kernel may import; loaded before files are forbidden.
 ALLOWED_MODULES = (
     "__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math",
     "numbers", "operator", "torch", "triton", "types", "typing",
@@ -55,20 +55,20 @@ _FORBIDDEN_EVENTS = (
 _PR_SET_PDEATHSIG = 1
 
 _clock, _dumps, _loads, _is_tensor = time.perf_counter, json.dumps, json.loads, torch.Tensor
-_CANDIDATE = "candidate"  # the name of its module, and of its file
+_CANDIDATE = "candidate"  # name of the candidate's module and file
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve forks until the judge closes its end."""
+    """Fork candidates on request until the judge closes its end of the socket."""
     judge = socket.socket(fileno=int(arguments[0]))
     _die_with_parent()
     for name in (*ALLOWED_MODULES, *_LOADED_LATE):
         try:
             importlib.import_module(name)
         except ImportError:
-            sys.modules[name] = None  # type: ignore[assignment]  # asked for later, it is missing without a look at files
+            sys.modules[name] = None  # type: ignore[assignment]  # a later import then fails without opening files
     gc.collect()
-    gc.freeze()  # forks share what is not touched
+    gc.freeze()  # forks share memory that is not written to, and the collector would write to it
     judge.send(b"{}")
     while True:
         raw, files, _, _ = socket.recv_fds(judge, MESSAGE_BYTES, 2)
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> int:
                     _serve_candidate(files[0], files[1], request)
                 finally:
                     os._exit(0)
-            for one in files:
-                os.close(one)
+            for file in files:
+                os.close(file)
             judge.send(_dumps({"pid": pid}).encode())
         else:
             os.kill(request["pid"], signal.SIGKILL)
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _die_with_parent() -> None:
+    """Let Linux kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -99,7 +100,7 @@ def _die_with_parent() -> None:
 
 
 def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) -> None:
-    """One candidate, from its text to its end."""
+    """Run one candidate: set up the sandbox, then answer requests until the judge closes the link."""
     _die_with_parent()
     os.setpgid(0, 0)
     _close_files(keep=(link_file, block_file))
@@ -120,7 +121,7 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
         _start_triton(sys.modules["triton"])
     barriers = _lock_in(settings, device)
     _watch_events(block, settings, device)
-    changes: Callable[[], str] = str  # without a watch: nothing has changed
+    changes: Callable[[], str] = str  # without a watch: str() returns an empty text, no change
     if settings["watch"] and not settings["compile"]:
         changes = watch_process(globals(), hide_judge(globals()))
     link.send(_dumps({"barriers": barriers}).encode())
@@ -136,32 +137,36 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
             else:
                 assert kernel is not None
                 answer = _run_kernel(kernel, data, request, device, changes)
-            # A timed run has been compared before its results were copied, and is again with the next request.
+            # A timed run was checked before its results were copied, and is checked again with the next request.
             if (request["do"] != "run" or request["poison"]) and (changed := changes()):
                 answer = {"problem": changed}
         except _BadResultError as error:
             answer = {"problem": str(error)[:800]}
         except ModuleNotFoundError as error:
-            wanted = error.name or "a module"
-            answer = {"problem": f"imports {wanted}, which this machine does not have", "raised": "ModuleNotFoundError"}
-        except BaseException as error:  # also SystemExit: a kernel that ends its process has not answered
+            module_name = error.name or "a module"
+            answer = {
+                "problem": f"imports {module_name}, which this machine does not have",
+                "raised": "ModuleNotFoundError",
+            }
+        except BaseException as error:  # also SystemExit: a kernel must not end its process
             answer = {"problem": f"raised {type(error).__name__}: {error}"[:800], "raised": type(error).__name__}
         link.send(_dumps(answer).encode()[:MESSAGE_BYTES])
 
 
 def _close_files(*, keep: tuple[int, ...]) -> None:
+    """Redirect stdin, stdout and stderr to /dev/null and close all files except `keep`."""
     empty = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(empty, standard)
     below = 3
-    for one in sorted(keep):
-        os.closerange(below, one)
-        below = one + 1
+    for file in sorted(keep):
+        os.closerange(below, file)
+        below = file + 1
     os.closerange(below, 65536)
 
 
 def _warm_up(device: torch.device) -> None:
-    """Load what PyTorch loads at its first product, reduction and gradient: afterwards no file can be opened."""
+    """Load what PyTorch loads at its first product, reduction and gradient, before opening files is forbidden."""
     for dtype in (torch.float32, torch.bfloat16):
         first = torch.ones(4, 4, dtype=dtype, device=device, requires_grad=True)
         product = torch.nn.functional.linear(first, first)
@@ -174,15 +179,18 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _start_triton(triton: Any) -> None:
-    """Its driver asks a program where libcuda is, and the key of every compiled kernel asks ptxas for its version: both
-    are asked once in a process, and a candidate's may start no program."""
+    """Make Triton run its two helper programs now, because a candidate may not start any.
+
+    Its driver asks a program for the path of libcuda, and the cache key of compiled kernels asks ptxas for its
+    version; both are cached in the process.
+    """
     active = triton.runtime.driver.active
     active.utils  # noqa: B018
     triton.compiler.compiler.make_backend(active.get_current_target()).hash()
 
 
 class _Identity(torch.autograd.Function):
-    """Custom gradients load parts of PyTorch too."""
+    """The identity with custom gradients, which load further parts of PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -194,18 +202,20 @@ class _Identity(torch.autograd.Function):
 
 
 def _lock_in(settings: dict[str, Any], device: torch.device) -> list[str]:
-    """Limits and barriers that the candidate cannot lift; those that hold, by name."""
+    """Set limits and barriers that the candidate cannot lift; return the names of those that are in effect."""
     on_gpu, compiling = device.type == "cuda", settings["compile"]
     barriers = ["a process of its own"]
     if not compiling:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = int(settings["seconds"]) + 5
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds * 64, seconds * 64))  # of all threads; the judge's clock is sooner
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (seconds * 64, seconds * 64)
+    )  # over all threads; the judge's limit comes first
     if not on_gpu:  # drivers reserve more addresses than there is memory
         with open("/proc/self/statm") as file:
-            most = int(file.read().split()[0]) * mmap.PAGESIZE + settings["memory"]
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit_bytes = int(file.read().split()[0]) * mmap.PAGESIZE + settings["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         barriers.append("memory limit")
     elif restrict_files(writable=[settings["cache"]] if settings["cache"] else [], run_programs=compiling):
         barriers.append("landlock")
@@ -215,7 +225,7 @@ def _lock_in(settings: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.device) -> None:
-    """Note and refuse what Python itself reports of files, network and processes: it names what was tried."""
+    """Refuse Python's audit events of files, network and processes, and note the first in the arena."""
     if settings["compile"]:
         return
     on_gpu = device.type == "cuda"
@@ -228,7 +238,7 @@ def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.devi
         nonlocal is_asking
         walks = event in CALLER_EVENTS or (event == "object.__getattr__" and arguments[1] in CALLER_ATTRIBUTES)
         if walks and settings["watch"]:
-            if is_asking:  # by the line below
+            if is_asking:  # an event of is_candidates_call itself
                 return
             is_asking = True
             try:
@@ -241,11 +251,14 @@ def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.devi
             is_library = isinstance(path, str) and path.startswith(readable) and "w" not in str(arguments[1])
             if (is_library and on_gpu) or isinstance(path, int):
                 return
-            if is_library:  # lines of a traceback, a late import: it fails below, and nobody is to blame
+            # Lines of a traceback, or a late import: refused, but not noted as an attempt of the candidate.
+            if is_library:
                 raise PermissionError("a kernel may not use files")
         elif not event.startswith(_FORBIDDEN_EVENTS):
             return
-        elif on_gpu and (event.startswith("ctypes.") or any(str(one).startswith(own_prefix) for one in arguments)):
+        elif on_gpu and (
+            event.startswith("ctypes.") or any(str(argument).startswith(own_prefix) for argument in arguments)
+        ):
             return  # Triton's driver, and its folder of compiled kernels
         elif on_gpu and event in ("os.listdir", "os.scandir", "os.putenv", "os.unsetenv"):
             return
@@ -262,16 +275,17 @@ def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.devi
 
 
 class _BadResultError(Exception):
-    """A kernel's result is not what the contract asks for."""
+    """Raised where a kernel's result violates the contract."""
 
 
 def _load_kernel(source: str) -> Callable[..., Any]:
+    """Run the candidate's source as a module and return its function kernel."""
     module = load_source(_CANDIDATE, source)
     kernel = getattr(module, "kernel", None)
     if not callable(kernel):
         raise _BadResultError("defines no function kernel")
-    found: Callable[..., Any] = kernel
-    return found
+    checked: Callable[..., Any] = kernel
+    return checked
 
 
 def _run_kernel(
@@ -281,33 +295,35 @@ def _run_kernel(
     device: torch.device,
     changes: Callable[[], str],
 ) -> dict[str, Any]:
-    """Run it once on each set of inputs of the request, and copy what it returns to where the judge reads it."""
-    on_gpu, wanted = device.type == "cuda", request["differentiable"]
-    # Fresh memory is filled with not-a-number in runs that are checked only: filling takes time.
+    """Call the kernel on each set of inputs of the request, and copy its results into the arena; return the seconds."""
+    on_gpu, differentiable = device.type == "cuda", request["differentiable"]
+    # New memory is filled with NaN only in untimed runs, because filling takes time.
     # (torch.use_deterministic_algorithms would import the compiler first.)
     torch._C._set_deterministic_fill_uninitialized_memory(True)
     torch._C._set_deterministic_algorithms(request["poison"], warn_only=True)
-    # .data: autograd counts changes of each alone, where views of one arena would count together
-    sets = [[view_place(data, one).data for one in _read_places(part)] for part in request["inputs"]]
+    # .data: autograd then counts in-place changes per tensor; views of one arena would share a counter.
+    sets = [[view_place(data, place).data for place in _read_places(listed)] for listed in request["inputs"]]
     for inputs in sets:
-        for place in wanted:
+        for place in differentiable:
             inputs[place].requires_grad_()
-    places = [_read_places(part) for part in request["outputs"]]
-    back = [[view_place(data, one).data for one in _read_places(part)] for part in request["output_gradients"]]
+    places = [_read_places(listed) for listed in request["outputs"]]
+    result_gradients = [
+        [view_place(data, place).data for place in _read_places(listed)] for listed in request["output_gradients"]
+    ]
     if request["turned"]:  # the same numbers with other strides: a sum's gradient has the stride 0
-        back = [
-            [one.transpose(-1, -2).contiguous().transpose(-1, -2) if one.dim() > 1 else one for one in part]
-            for part in back
+        result_gradients = [
+            [grad.transpose(-1, -2).contiguous().transpose(-1, -2) if grad.dim() > 1 else grad for grad in grads]
+            for grads in result_gradients
         ]
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
-    with torch.set_grad_enabled(bool(wanted)):
+    with torch.set_grad_enabled(bool(differentiable)):
         start = _clock()
         if begin is not None:
             begin.record()
         calls = [
-            _KernelCall(kernel, inputs, outputs, given, wanted, data, request)
-            for inputs, outputs, given in zip(sets, places, back, strict=True)
+            _KernelCall(kernel, inputs, outputs, output_gradients, differentiable, data, request)
+            for inputs, outputs, output_gradients in zip(sets, places, result_gradients, strict=True)
         ]
         if request["overlap"]:
             for call in calls:
@@ -316,11 +332,11 @@ def _run_kernel(
         if end is not None:
             end.record()
         seconds = _clock() - start
-    # Before anything else is called that a candidate may have replaced: it could put it back.
+    # Checked before calling anything that a candidate may have replaced: that call could undo the replacement.
     if changed := changes():
         raise _BadResultError(changed)
-    asked = [_read_places(part) for part in request["gradients"]]
-    for results, listed, gradients in zip(returned, places, asked, strict=True):
+    gradient_places = [_read_places(listed) for listed in request["gradients"]]
+    for results, listed, gradients in zip(returned, places, gradient_places, strict=True):
         for result, place in zip(results, (*listed, *gradients), strict=True):
             view_place(data, place).copy_(result.detach())
     if begin is not None and end is not None:
@@ -330,11 +346,11 @@ def _run_kernel(
 
 
 class _KernelCall:
-    """One call of a kernel: its results, then the gradients of the wanted inputs.
+    """One call of a kernel: its results, then the gradients of the requested inputs.
 
-    Results are copied before gradients where a run is checked: autograd waits for other streams, and would hide work
-    left on one. Where calls overlap, as those of a model's layers do, all results are computed before any gradient,
-    and none is copied before the last: a kernel may keep nothing where its next call puts something else.
+    In checked runs results are copied before gradients are computed: autograd waits for other streams, and would hide
+    work left on one. Where calls overlap, as those of a model's layers do, all results are computed before any
+    gradient and copied after the last call, which reveals a kernel that returns memory its next call overwrites.
     """
 
     def __init__(
@@ -354,46 +370,50 @@ class _KernelCall:
         self._outputs: tuple[Any, ...] = ()
 
     def compute_results(self) -> None:
-        """Call the kernel; raises _BadResultError for what is not as it should be."""
+        """Call the kernel and check its results; raise _BadResultError if they violate the contract."""
         returned = self._kernel(*self._inputs)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         _check_results(self._outputs, self._places, self._data, "result")
 
     def finish(self) -> list[Tensor]:
-        """Results, then gradients; raises _BadResultError for what is not as it should be."""
+        """Return results, then gradients; raise _BadResultError if they violate the contract."""
         if not self._overlap:
             self.compute_results()
-        outputs, wanted = self._outputs, self._wanted
-        results = [one.detach().clone() for one in outputs] if self._at_once else list(outputs)
-        if not wanted:
+        outputs, differentiable = self._outputs, self._wanted
+        results = [tensor.detach().clone() for tensor in outputs] if self._at_once else list(outputs)
+        if not differentiable:
             return results
         pairs = [
-            (one, grad)
-            for number, (one, grad) in enumerate(zip(outputs, self._given, strict=True))
-            if one.requires_grad and number != self._unused
+            (tensor, grad)
+            for number, (tensor, grad) in enumerate(zip(outputs, self._given, strict=True))
+            if tensor.requires_grad and number != self._unused
         ]
         if not pairs:
             raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
-        sources = [self._inputs[place] for place in wanted]
-        found = self._differentiate(pairs, sources, again=False)
-        if self._overlap:  # of the same graph: a kernel may refuse, and may not answer with something else
+        sources = [self._inputs[place] for place in differentiable]
+        gradients = self._differentiate(pairs, sources, again=False)
+        # A second backward through the same graph may raise, but must not return other gradients.
+        if self._overlap:
             with contextlib.suppress(RuntimeError):
-                found = self._differentiate(pairs, sources, again=True)
-        kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
-        for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
+                gradients = self._differentiate(pairs, sources, again=True)
+        kinds = [Place(0, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in sources]
+        for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
             if gradient is None:
-                raise _BadResultError(f"has no gradient for input {wanted[number]}")
+                raise _BadResultError(f"has no gradient for input {differentiable[number]}")
             _check_results((gradient,), [kind], self._data, "gradient", own_memory=False)
-        return [*results, *found]
+        return [*results, *gradients]
 
     def _differentiate(self, pairs: list[tuple[Tensor, Tensor]], sources: list[Tensor], *, again: bool) -> list[Any]:
-        outputs, given = [one for one, _ in pairs], [grad for _, grad in pairs]
+        """Return the gradients of `sources`; `again` marks the second backward through the same graph."""
+        outputs, output_gradients = [output for output, _ in pairs], [grad for _, grad in pairs]
         keep = self._overlap and not again
-        found = torch.autograd.grad(outputs, sources, given, allow_unused=True, retain_graph=keep)
+        gradients = torch.autograd.grad(outputs, sources, output_gradients, allow_unused=True, retain_graph=keep)
         if self._unused is None:
-            return list(found)
-        # An input that only the unused result depends on.
-        return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(sources, found, strict=True)]
+            return list(gradients)
+        # No gradient for an input that only the unused result depends on: it is zero.
+        return [
+            torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, gradients, strict=True)
+        ]
 
 
 def _read_places(listed: list[Any]) -> list[Place]:
@@ -403,6 +423,7 @@ def _read_places(listed: list[Any]) -> list[Place]:
 def _check_results(
     outputs: tuple[Any, ...], places: list[Place], data: Tensor, noun: str, *, own_memory: bool = True
 ) -> None:
+    """Raise _BadResultError unless each tensor has its place's shape and dtype, and its own contiguous memory."""
     if len(outputs) != len(places):
         raise _BadResultError(f"returned {len(outputs)} tensors, not {len(places)}")
     first, last = data.data_ptr(), data.data_ptr() + data.numel()

@@ -1,4 +1,4 @@
-"""The judge's side of candidates' processes: started, asked within limits of time and memory, and ended."""
+"""The judge's side of candidates' processes: starts them, sends requests within time and memory limits, ends them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from phalanx.io.values import printable
 from phalanx.units import GIB, format_bytes, format_seconds
 
 MESSAGE_BYTES = 64 * 1024
-LOOK_EVERY_S = 0.02  # at the memory of a candidate that has not answered yet
-START_LIMIT_S = 120.0  # importing torch, on a busy machine
+LOOK_EVERY_S = 0.02  # interval of memory checks while a candidate has not answered
+START_LIMIT_S = 120.0  # for importing torch on a busy machine
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "HOME", "CC", "TMPDIR")
 
 
-# By what a candidate's process raised: why it is refused, in a word.
+# Exception in a candidate's process -> kind of the refusal.
 REFUSALS = {
     "MemoryError": "memory",
     "OutOfMemoryError": "memory",
@@ -36,7 +36,7 @@ REFUSALS = {
 
 
 class RefusedError(Exception):
-    """A candidate is refused; `kind` is one word for programs, the message a clause for people."""
+    """Raised when a candidate is refused; `kind` is one word for programs, the message a clause for people."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateLimits:
-    """What a candidate's process may take, from its start to its end."""
+    """Limits of a candidate's process, from its start to its end."""
 
     seconds: float = 60.0
     memory_bytes: int = 4 * GIB
@@ -53,9 +53,9 @@ class CandidateLimits:
 
 
 class CandidateServer:
-    """A process that has imported torch and forks one process per candidate; use it with `with`.
+    """A process that has imported torch and forks one process per candidate; a context manager.
 
-    One server serves any number of candidates, one after the other.
+    One server runs any number of candidates, one after the other.
     """
 
     def __init__(self) -> None:
@@ -63,52 +63,53 @@ class CandidateServer:
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        judge_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        # -P: what lies in the folder that a person works in is no module
-        command = [sys.executable, "-P", "-m", "phalanx.train.kernels.lab.candidate_process", str(theirs.fileno())]
+        # -P: Python must not import modules from the working folder.
+        command = [sys.executable, "-P", "-m", "phalanx.train.kernels.lab.candidate_process", str(server_end.fileno())]
         package_home = Path(__file__).parents[4]  # src/, or where the package is installed
         path = [str(package_home), *([variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else [])]
         self._process = subprocess.Popen(
             command,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(server_end.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**variables, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        theirs.close()
-        self._link = ours
+        server_end.close()
+        self._link = judge_end
         self._ready = False
 
     def fork_candidate(self, block_file: int, settings: dict[str, Any], limits: CandidateLimits) -> CandidateProcess:
-        """A fresh process for the candidate whose text lies in the block."""
+        """Start a new process for the candidate whose source is in the block."""
         if self._process.poll() is not None:
             self.close()
             self._start()
         if not self._ready:
             self._answer(START_LIMIT_S)
             self._ready = True
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asked = {
+        judge_end, candidate_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = {
             "do": "fork", "seconds": limits.seconds, "memory": limits.memory_bytes, "threads": limits.threads,
             "cache": "", "compile": False, "cuda": None, "watch": True, **settings,
         }  # fmt: skip
-        socket.send_fds(self._link, [json.dumps(asked).encode()], [theirs.fileno(), block_file])
-        theirs.close()
-        return CandidateProcess(self, self._answer(START_LIMIT_S)["pid"], ours, limits)
+        socket.send_fds(self._link, [json.dumps(request).encode()], [candidate_end.fileno(), block_file])
+        candidate_end.close()
+        return CandidateProcess(self, self._answer(START_LIMIT_S)["pid"], judge_end, limits)
 
     def gpu_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A block of the GPU that is kept for all candidates.
+        """Return a block of GPU memory that is reused for all candidates.
 
-        PyTorch never gives memory back that another process mapped and did not release, and ours are killed.
+        PyTorch never frees memory that another process mapped and did not release, and candidates' processes are
+        killed.
         """
-        found = self._gpu_blocks.get(str(device))
-        if found is None or found.numel() < num_bytes:
-            found = self._gpu_blocks[str(device)] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return found
+        block = self._gpu_blocks.get(str(device))
+        if block is None or block.numel() < num_bytes:
+            block = self._gpu_blocks[str(device)] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return block
 
     def end_process(self, pid: int) -> int:
-        """Kill a candidate's process if it still is there; its status, as os.waitpid gives it."""
+        """Kill a candidate's process if it is still running; return its status as of os.waitpid."""
         self._link.send(json.dumps({"do": "end", "pid": pid}).encode())
         return int(self._answer(START_LIMIT_S)["status"])
 
@@ -120,8 +121,8 @@ class CandidateServer:
             raise _server_lost(str(error)) from error
         if not raw:
             raise _server_lost("it ended")
-        found: dict[str, Any] = json.loads(raw)
-        return found
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
 
     def close(self) -> None:
         """End the server; its forks end with it."""
@@ -149,11 +150,11 @@ class CandidateProcess:
     def __init__(self, server: CandidateServer, pid: int, link: socket.socket, limits: CandidateLimits) -> None:
         self._server, self._pid, self._link, self._limits = server, pid, link, limits
         self._deadline = time.monotonic() + limits.seconds
-        self._paused_at = 0.0  # while it stands still
+        self._paused_at = 0.0  # monotonic time of the pause; 0 while it runs
         self._most_bytes = self._used_bytes() + limits.memory_bytes
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; raises RefusedError where it ends, hangs, takes too much memory or answers nonsense."""
+        """Send a request and return the answer; raise RefusedError if the process ends, hangs or exceeds its memory."""
         try:
             self._link.send(json.dumps(request).encode())
         except OSError:
@@ -161,7 +162,7 @@ class CandidateProcess:
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        """What it says next."""
+        """Wait for the next message and return it; raise RefusedError if it reports a problem or is not an answer."""
         while True:
             self._link.settimeout(LOOK_EVERY_S)
             try:
@@ -191,17 +192,18 @@ class CandidateProcess:
             return answer
 
     def pause(self) -> None:
-        """Stop all its threads, so that it sees nothing of what is being prepared; returns when they stand still."""
+        """Stop all its threads, so that it cannot watch the preparation of inputs; return when they have stopped."""
         if self._pid == 0:
             return
-        os.kill(self._pid, signal.SIGSTOP)  # not reaped before the server is told so: the number is still its own
+        # Safe, as the server reaps a process only on request: the number cannot belong to another process yet.
+        os.kill(self._pid, signal.SIGSTOP)
         while self._state() not in ("T", "t", "Z", "X", ""):
             self._check_limits()
             time.sleep(0.0002)
         self._paused_at = time.monotonic()
 
     def resume(self) -> None:
-        """Let it run on; the time it stood still, in which inputs were drawn, does not count."""
+        """Let it continue; the pause, in which inputs were drawn, does not count towards its time limit."""
         if self._paused_at:
             self._deadline += time.monotonic() - self._paused_at
             self._paused_at = 0.0
@@ -229,6 +231,7 @@ class CandidateProcess:
             return 0
 
     def _say_end(self) -> None:
+        """End the process and raise RefusedError with the reason of its end."""
         status = self.end()
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
@@ -236,7 +239,7 @@ class CandidateProcess:
         raise RefusedError("crash", "its process ended before it answered")
 
     def end(self) -> int:
-        """End the process, whatever it does; its status."""
+        """Kill the process, whatever its state; return its status."""
         if self._pid == 0:
             return 0
         pid, self._pid = self._pid, 0

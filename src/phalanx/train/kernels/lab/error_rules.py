@@ -1,8 +1,8 @@
-"""The rules that a kernel's results are held to: the truth in float64, and how far from it each value may lie.
+"""Error limits of a kernel's results: the exact values in float64, and the allowed distance of each value.
 
 An error is compared with the operation's bound, element by element, and with the built-in's own error on the same
-inputs: by row, by column, over all rows and in its quantiles. A result that is within the bound everywhere and several
-times less exact than PyTorch's own is wrong, such as a gradient without one of its small terms.
+inputs: by row, by column, over all rows and in its quantiles. A result that is within the bound everywhere but
+several times less exact than PyTorch's own is wrong, such as a gradient without one of its small terms.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from torch import Tensor
 from phalanx.train.kernels.kernel_op import KernelOp, Outputs, Shape
 from phalanx.train.kernels.lab.candidate_server import RefusedError
 
-# An operation's error bound is one of its results; gradients may be this many times further off.
+# An operation's error bound applies to its results; gradients may be off by this many times more.
 GRADIENT_ALLOWANCE = 4.0
-CONDITION_ALLOWANCE = 4.0  # times what the reference itself loses in float32, on the same inputs
-BUILTIN_ALLOWANCE = 4.0  # times the largest error of the built-in in the same row, where that is above the bound
+CONDITION_ALLOWANCE = 4.0  # times the error of the reference itself in float32, on the same inputs
+# Times the largest error of the built-in in the same row, where that is above the bound.
+BUILTIN_ALLOWANCE = 4.0
 # Multiples of the built-in's RMS error. A kernel that rounds an intermediate result three times more often than the
 # built-in loses twice as much over all rows, and up to four times as much in the worst row.
 RMS_MULTIPLE, ROW_MULTIPLE, QUANTILE_MULTIPLE = 3.0, 5.0, 3.0
-# Of the mean error in the direction of the truth, in the built-in's RMS errors: rounding toward zero has 1.2 in
-# bfloat16, a result that is 0.25 % too large 1.0, and all other rules allow both. They add up from layer to layer.
+# Limit of the mean error in the direction of the exact value, in the built-in's RMS errors. Rounding toward zero has
+# 1.2 in bfloat16, a result that is 0.25 % too large 1.0, and all other rules allow both. Biases add up over layers.
 BIAS_LIMIT, BIAS_SPREAD = 0.5, 4.0
-CODE_MULTIPLE = 2.0  # of codes: scales that are powers of two lose up to half more than others
-# An estimate from few values is uncertain: limits are wider by this over the root of their number.
+# For codes: scales that are powers of two have errors up to one half larger than others.
+CODE_MULTIPLE = 2.0
+# An estimate from few values is uncertain: limits are wider by this over the square root of their number.
 RMS_SPREAD, ROW_SPREAD = 3.0, 1.4
-QUANTILES = {0.5: 0.674, 0.9: 1.645, 0.99: 2.576}  # with those of a normal distribution, in standard deviations
+# Share: |z| of a normal distribution, in standard deviations.
+QUANTILES = {0.5: 0.674, 0.9: 1.645, 0.99: 2.576}
 MIN_QUANTILE_VALUES, MAX_SAMPLED_VALUES = 1000, 65536
-SHORT_ROW, MORE_DRAWS = 16, 4  # rows shorter than this are estimated from the built-in's error on more inputs
+# Rows shorter than this are estimated from the built-in's error on more inputs.
+SHORT_ROW, MORE_DRAWS = 16, 4
 CHUNK = 1024  # a long vector is compared in rows of this many elements
 _FLOAT32_ROUNDING = torch.finfo(torch.float32).eps / 2
 
@@ -44,10 +48,12 @@ class ExactResult:
     name: str
     value: Tensor
     allowed: Tensor  # per element, broadcast over rows
-    row_errors: Tensor  # RMS error of the built-in in each row, and at least what the format itself loses
+    # RMS error of the built-in in each row, at least the rounding error of the format.
+    row_errors: Tensor
     row_limit: float  # multiples of `row_errors`
-    rms_limit: float  # the same, root mean square over all rows
-    column_limits: Tensor  # the same, root mean square over each column; empty where there are few rows
+    rms_limit: float  # multiples of `row_errors`, root mean square over all rows
+    # Multiples of `row_errors`, root mean square over each column; empty where there are few rows.
+    column_limits: Tensor
     quantile_limits: Sequence[tuple[float, float]]  # (quantile, multiple)
     bias_limit: float = math.inf  # the same, of the mean error in the direction of the truth
 
@@ -61,32 +67,36 @@ def find_truth(
     shape: Shape | None = None,
 ) -> list[ExactResult]:
     """Compute results and gradients in float64, with the limits of their errors; `shape` gives the reduction length."""
-    exact, near = (_reference_values(op, inputs, kind, output_gradients) for kind in (torch.float64, torch.float32))
+    exact, float32_values = (
+        _reference_values(op, inputs, kind, output_gradients) for kind in (torch.float64, torch.float32)
+    )
     num_results = len(exact) - (len(op.gradients) if output_gradients else 0)
     builtin = [_builtin_values(op, inputs, output_gradients)]
     errors = [[_finite_error(value, true) for value, true in zip(builtin[0], exact, strict=True)]]
     errors += _errors_of_more_draws(op, inputs, dtype, output_gradients, exact, num_results)
     kinds = _result_types(op, inputs, num_results, exact)
-    length = op.reduction_length(shape) if shape else max((max(one.shape, default=1) for one in inputs), default=1)
-    bound, found = op.error_bound(dtype), []
+    length = (
+        op.reduction_length(shape) if shape else max((max(tensor.shape, default=1) for tensor in inputs), default=1)
+    )
+    bound, exact_results = op.error_bound(dtype), []
     for number, true in enumerate(exact):
         is_gradient = number >= num_results
         largest = _row_largest(true)
         allowed = largest * bound * (GRADIENT_ALLOWANCE if is_gradient else 1.0)
-        allowed = allowed + CONDITION_ALLOWANCE * _row_largest(_finite_error(near[number], true))
+        allowed = allowed + CONDITION_ALLOWANCE * _row_largest(_finite_error(float32_values[number], true))
         if op.format and op.format.steps and true.numel():
             allowed = allowed + op.format.steps[number] * true.abs().max()
         name = f"gradient of input {op.gradients[number - num_results]}" if is_gradient else f"result {number}"
-        listed = [one[number] for one in errors if number < len(one)]
+        value_errors = [draw[number] for draw in errors if number < len(draw)]
         signed = _signed_error(builtin[0][number], true)
-        for error in () if op.format else listed:
+        for error in () if op.format else value_errors:
             allowed = torch.maximum(allowed, BUILTIN_ALLOWANCE * _row_largest(error))
-        found.append(_exact_result(name, true, allowed, listed, kinds[number], length, signed))
-    return found
+        exact_results.append(_exact_result(name, true, allowed, value_errors, kinds[number], length, signed))
+    return exact_results
 
 
 def error_ratio(value: Tensor, exact: ExactResult) -> tuple[float, str]:
-    """The largest error over its limit, by all rules, and a clause that says what is off."""
+    """Return the largest error over its limit, by all rules, and a clause that describes the worst violation."""
     if not value.numel():
         return 0.0, ""
     wide = value.double()
@@ -95,7 +105,7 @@ def error_ratio(value: Tensor, exact: ExactResult) -> tuple[float, str]:
         share = float(wrong.float().mean())
         clause = f"holds not-a-number in {share:.1%} of its elements: not written, or read outside of inputs"
         return math.inf, clause
-    # Where the truth itself is not finite there is nothing to compare.
+    # Elements whose exact value is not finite are not compared.
     signed = torch.where(torch.isfinite(exact.value), wide - exact.value, 0.0)
     error = signed.abs()
     ratio = float((error / exact.allowed.clamp(min=torch.finfo(torch.float32).tiny)).max())
@@ -106,35 +116,35 @@ def error_ratio(value: Tensor, exact: ExactResult) -> tuple[float, str]:
 
 
 def _compare_distributions(signed: Tensor, exact: ExactResult) -> list[tuple[float, str]]:
-    """The rules by the built-in's own error: (ratio to the limit, clause)."""
+    """Apply the rules relative to the built-in's own error; return (ratio to the limit, clause) of each."""
     relative = _relative_error(as_rows(signed.abs()), exact.row_errors)
     by_row = _rms(relative, -1)
     row = int(by_row.argmax())
     over = "times the error of PyTorch's own on the same inputs"
     largest = float(by_row[row])
-    found = [(largest / exact.row_limit, f"has {largest:.3g} {over} in row {row:,}, {exact.row_limit:.3g} is allowed")]
+    ratios = [(largest / exact.row_limit, f"has {largest:.3g} {over} in row {row:,}, {exact.row_limit:.3g} is allowed")]
     total = float(by_row.square().mean().sqrt())
-    found.append((total / exact.rms_limit, f"has {total:.3g} {over}, {exact.rms_limit:.3g} is allowed"))
+    ratios.append((total / exact.rms_limit, f"has {total:.3g} {over}, {exact.rms_limit:.3g} is allowed"))
     if exact.column_limits.numel():
         excess = _rms(relative, 0) / exact.column_limits
         column = int(excess.argmax())
         multiple, limit = float(excess[column] * exact.column_limits[column]), float(exact.column_limits[column])
         clause = f"has {multiple:.3g} {over} in column {column:,}, {limit:.3g} is allowed"
-        found.append((float(excess[column]), clause))
+        ratios.append((float(excess[column]), clause))
     bias = _mean_bias(signed, exact.value, exact.row_errors)
     is_small = "too small" if bias < 0 else "too large"
     clause = f"is {is_small} on average by {abs(bias):.3g} {over}, {exact.bias_limit:.3g} is allowed"
-    found.append((abs(bias) / exact.bias_limit, clause))
+    ratios.append((abs(bias) / exact.bias_limit, clause))
     for quantile, multiple in exact.quantile_limits:
         beyond = float((relative > multiple).float().mean())
         # As a ratio of shares: 1 where exactly as many values as may be lie beyond the limit.
         clause = f"has {beyond:.1%} of its errors above {multiple:.3g} {over}, {1 - quantile:.0%} may be"
-        found.append((beyond / (1.0 - quantile), clause))
-    return found
+        ratios.append((beyond / (1.0 - quantile), clause))
+    return ratios
 
 
 def as_rows(values: Tensor) -> Tensor:
-    """Two dimensions: the last one as rows; a long vector as rows of `CHUNK`, filled up with zeros."""
+    """Return values in two dimensions: rows of the last one; a long vector as rows of `CHUNK`, padded with zeros."""
     if values.dim() >= 2:
         return values.reshape(-1, values.shape[-1])
     flat = values.reshape(1, -1)
@@ -152,7 +162,7 @@ def _exact_result(
     length: int,
     signed: Tensor,
 ) -> ExactResult:
-    """Limits from the built-in's errors on these inputs, and on more draws where there are any."""
+    """Derive the limits from the built-in's errors on these inputs, and on more draws where there are any."""
     rows = as_rows(torch.where(torch.isfinite(true), true, 0.0))
     if not rows.numel():
         empty = torch.empty(0, dtype=torch.float64, device=true.device)
@@ -161,20 +171,21 @@ def _exact_result(
             column_limits=empty, quantile_limits=(),
         )  # fmt: skip
     sizes = _rms(rows, -1)
-    by_row = torch.stack([_rms(as_rows(one), -1) for one in errors]).square().mean(0).sqrt()
+    by_row = torch.stack([_rms(as_rows(error), -1) for error in errors]).square().mean(0).sqrt()
     typical = (by_row / sizes.clamp(min=torch.finfo(torch.float64).tiny))[sizes > 0]
     pooled = typical.median() if typical.numel() else sizes.new_zeros(())
-    # A sum of n numbers in float32 loses about the root of n roundings; the result itself is rounded once more.
+    # A sum of n numbers in float32 has about √n rounding errors; the result itself is rounded once more.
     rounding = torch.finfo(kind).eps / 4 if kind is not None else 0.0
     floor = rounding + _FLOAT32_ROUNDING * math.sqrt(max(1, length))
     row_errors = torch.maximum(by_row, sizes * torch.maximum(pooled, sizes.new_tensor(floor)))[:, None]
     relative = _relative_error(as_rows(errors[0]), row_errors)
     columns = sizes.new_empty(0)
     if len(rows) >= SHORT_ROW:
-        # A few outliers may be all that counts in a column: their errors grow with their size.
+        # A column may be dominated by a few outliers, whose errors grow with their size.
         expected = torch.maximum(_rms(relative, 0), _rms(_relative_error(rows, sizes[:, None]), 0)).clamp(min=1.0)
         columns = ROW_MULTIPLE * (1 + ROW_SPREAD / math.sqrt(len(rows))) * expected
-    bias = math.inf  # errors of one row may share the rounding of a factor: rows are what is independent
+    # Errors within a row may share the rounding of a factor, so only rows count as independent samples.
+    bias = math.inf
     if len(rows) >= SHORT_ROW and rows.numel() >= MIN_QUANTILE_VALUES:
         own = abs(_mean_bias(signed, true, row_errors))
         bias = BIAS_LIMIT + BIAS_SPREAD / math.sqrt(len(rows)) + own
@@ -198,33 +209,35 @@ def _exact_result(
 
 
 def _relative_error(rows: Tensor, row_errors: Tensor) -> Tensor:
-    """Errors in multiples of what is expected in their row; a row without any truth must have no error."""
+    """Divide errors by the expected error of their row; a row of zeros must have no error."""
     tiny = torch.finfo(torch.float32).tiny
     return rows / row_errors.clamp(min=tiny)
 
 
 def _mean_bias(signed: Tensor, true: Tensor, row_errors: Tensor) -> float:
-    """The mean error in the direction of the truth: above zero, where values are too large."""
+    """Return the mean relative error in the direction of the exact value: positive where values are too large."""
     toward = torch.where(torch.isfinite(true), signed * true.sign(), 0.0)
     return float(_relative_error(as_rows(toward), row_errors).mean())
 
 
 def _rms(values: Tensor, dim: int) -> Tensor:
+    """Return the root mean square along a dimension."""
     return values.square().mean(dim).sqrt()
 
 
 def _row_largest(values: Tensor) -> Tensor:
-    """The largest size in each row; a single number is its own row."""
+    """Return the largest magnitude in each row; a single number is its own row."""
     sizes = values.abs()
     return sizes.amax(dim=-1, keepdim=True) if sizes.dim() and sizes.shape[-1] else sizes
 
 
 def _finite_error(value: Tensor, true: Tensor) -> Tensor:
-    """|value - true|, zero where either is not finite: an overflow of the built-in widens no limit."""
+    """Return |value - true|, zero where either is not finite: an overflow of the built-in must not widen a limit."""
     return _signed_error(value, true).abs()
 
 
 def _signed_error(value: Tensor, true: Tensor) -> Tensor:
+    """Return value - true, zero where either is not finite."""
     return torch.where(torch.isfinite(true) & torch.isfinite(value), value - true, 0.0)
 
 
@@ -239,22 +252,26 @@ def _errors_of_more_draws(
     exact: Sequence[Tensor],
     num_results: int,
 ) -> list[list[Tensor]]:
-    """The built-in's errors on inputs that differ in the last place: one error of a short row may be small by luck."""
-    short = [number for number, one in enumerate(exact) if one.numel() and as_rows(one).shape[1] < SHORT_ROW]
+    """Return the built-in's errors on inputs that differ in the last place, where results have short rows.
+
+    The error of a single short row may be small by luck.
+    """
+    short = [number for number, true in enumerate(exact) if true.numel() and as_rows(true).shape[1] < SHORT_ROW]
     if not short or op.format is not None:
         return []
-    back = output_gradients if max(short) >= num_results else ()
-    found = []
+    needed_gradients = output_gradients if max(short) >= num_results else ()
+    errors = []
     for seed in range(MORE_DRAWS):
         source = torch.Generator(inputs[0].device).manual_seed(seed)
-        changed = [_change_last_place(one, dtype, source) for one in inputs]
-        values = _builtin_values(op, changed, back)
-        truth = _reference_values(op, changed, torch.float64, back)
-        found.append([_finite_error(value, true) for value, true in zip(values, truth, strict=True)])
-    return found
+        changed = [_change_last_place(tensor, dtype, source) for tensor in inputs]
+        values = _builtin_values(op, changed, needed_gradients)
+        truth = _reference_values(op, changed, torch.float64, needed_gradients)
+        errors.append([_finite_error(value, true) for value, true in zip(values, truth, strict=True)])
+    return errors
 
 
 def _change_last_place(values: Tensor, dtype: torch.dtype, source: torch.Generator) -> Tensor:
+    """Multiply each number by 1 ± up to one epsilon of `dtype`."""
     if not values.is_floating_point():
         return values
     change = torch.rand(values.shape, generator=source, device=values.device) - 0.5
@@ -262,65 +279,70 @@ def _change_last_place(values: Tensor, dtype: torch.dtype, source: torch.Generat
 
 
 def _builtin_values(op: KernelOp, inputs: Sequence[Tensor], output_gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What PyTorch's own gives in the operation's types, decoded, in float64."""
+    """Return the results of PyTorch's built-in in the operation's dtypes, decoded, in float64."""
     builtin = op.plain if op.format else op.variants.get("builtin", op.plain)
-    given = tuple(one.detach().clone() for one in inputs)  # a built-in that works in place must not change the truth's
+    # Copies: a built-in that works in place must not change the inputs of the exact result.
+    copies = tuple(tensor.detach().clone() for tensor in inputs)
     try:
-        values = _values_and_gradients(op, builtin, given, output_gradients)
-    except (RuntimeError, NotImplementedError):  # a built-in of another device
-        values = _values_and_gradients(op, op.plain, given, output_gradients)
+        values = _values_and_gradients(op, builtin, copies, output_gradients)
+    except (RuntimeError, NotImplementedError):  # the built-in does not run on this device
+        values = _values_and_gradients(op, op.plain, copies, output_gradients)
     num_results = len(values) - (len(op.gradients) if output_gradients else 0)
-    decoded = op.decoded(tuple(values[:num_results]), given)
-    return [one.double() for one in (*decoded, *values[num_results:])]
+    decoded = op.decoded(tuple(values[:num_results]), copies)
+    return [tensor.double() for tensor in (*decoded, *values[num_results:])]
 
 
 def _reference_values(
     op: KernelOp, inputs: Sequence[Tensor], kind: torch.dtype, output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    given = [one.detach().to(kind) if one.is_floating_point() else one for one in inputs]
-    return [one.double() for one in _values_and_gradients(op, op.reference, given, output_gradients)]
+    """Return the results of the reference, computed in dtype `kind`, in float64."""
+    converted = [tensor.detach().to(kind) if tensor.is_floating_point() else tensor for tensor in inputs]
+    return [tensor.double() for tensor in _values_and_gradients(op, op.reference, converted, output_gradients)]
 
 
 def _values_and_gradients(
     op: KernelOp, function: Callable[..., Outputs], given: Sequence[Tensor], output_gradients: Sequence[Tensor]
 ) -> list[Tensor]:
+    """Call a function and return its results, then its gradients if gradients of results are given."""
     if not output_gradients:
         with torch.no_grad():
             return list(function(*given))
-    sources = [one.requires_grad_() if place in op.gradients else one for place, one in enumerate(given)]
+    sources = [tensor.requires_grad_() if place in op.gradients else tensor for place, tensor in enumerate(given)]
     results = function(*sources)
     pairs = [
-        (one, grad.to(one.dtype)) for one, grad in zip(results, output_gradients, strict=True) if one.requires_grad
+        (tensor, grad.to(tensor.dtype))
+        for tensor, grad in zip(results, output_gradients, strict=True)
+        if tensor.requires_grad
     ]
-    wanted = [sources[place] for place in op.gradients]
-    gradients = torch.autograd.grad([one for one, _ in pairs], wanted, [grad for _, grad in pairs])
-    for one in wanted:
-        one.requires_grad_(False)
-    return [one.detach() for one in (*results, *gradients)]
+    differentiable = [sources[place] for place in op.gradients]
+    gradients = torch.autograd.grad([tensor for tensor, _ in pairs], differentiable, [grad for _, grad in pairs])
+    for tensor in differentiable:
+        tensor.requires_grad_(False)
+    return [tensor.detach() for tensor in (*results, *gradients)]
 
 
 def _result_types(
     op: KernelOp, inputs: Sequence[Tensor], num_results: int, exact: Sequence[Tensor]
 ) -> list[torch.dtype | None]:
-    """The floating-point type of each result and gradient; none where results are codes, whose format is the bound."""
+    """Return the dtype of each result and gradient; None where results are codes, whose format sets the bound."""
     if op.format is not None:
         return [None] * len(exact)
-    kinds = [one[0] for one in result_kinds(op, inputs)]
-    listed: list[torch.dtype | None] = [*kinds, *(inputs[place].dtype for place in op.gradients)]
-    return listed[: len(exact)]
+    kinds = [kind[0] for kind in result_kinds(op, inputs)]
+    dtypes: list[torch.dtype | None] = [*kinds, *(inputs[place].dtype for place in op.gradients)]
+    return dtypes[: len(exact)]
 
 
 def result_kinds(op: KernelOp, inputs: Sequence[Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """(dtype, shape) of each result, from plain operations without values where they work without."""
+    """Return (dtype, shape) of each result, by plain operations on meta tensors where they support them."""
     try:
-        results = op.plain(*(one.to("meta") for one in inputs))
+        results = op.plain(*(tensor.to("meta") for tensor in inputs))
     except (RuntimeError, NotImplementedError, ValueError):
         results = op.plain(*inputs)
-    return [(one.dtype, tuple(one.shape)) for one in results]
+    return [(tensor.dtype, tuple(tensor.shape)) for tensor in results]
 
 
 def compare_values(values: Sequence[Tensor], truth: Sequence[ExactResult], case_text: str) -> float:
-    """The largest error over its limit; raises RefusedError where it is above 1."""
+    """Return the largest error over its limit; raise RefusedError where it is above 1."""
     worst = 0.0
     for value, exact in zip(values, truth, strict=True):
         ratio, clause = error_ratio(value, exact)

@@ -1,4 +1,4 @@
-"""What this device can do at most, measured in the same run: bytes copied and matrix products per second."""
+"""The device's limits, measured in the same run: bytes copied and floating-point operations of products per second."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ from phalanx.train.kernels.kernel_op import KernelWork
 from phalanx.units import MIB
 
 COPY_BYTES = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
-FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # more than the last cache of any GPU; a CPU's may be larger
+# More than the last cache of any GPU; a CPU's may be larger.
+FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 PRODUCT_SIZE = {"cpu": 768, "cuda": 8192}
-ENOUGH_S = 0.02  # a product that takes longer tells the rate, and the next would take eight times as long
+# A product that takes longer gives the rate, and the next size would take eight times as long.
+ENOUGH_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLimits:
-    """Of one device and type of number."""
+    """The limits of one device and dtype."""
 
     bytes_per_s: float  # read plus written, by a large copy
     flops_per_s: float  # by a large matrix product
 
     def least_seconds(self, work: KernelWork) -> float:
-        """The time at the speed of light: the larger of moving its bytes and doing its arithmetic."""
+        """Return the time at the speed of light: the larger of moving the bytes and computing the operations."""
         moved = work.read_bytes + work.written_bytes
         return max(moved / self.bytes_per_s, work.flops / self.flops_per_s)
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """The best of several large copies and products; under a second on a CPU, milliseconds on a GPU."""
+    """Return the best of several large copies and products; takes under a second on a CPU, milliseconds on a GPU."""
     size = COPY_BYTES[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     copying = min(measure_calls(lambda: target.copy_(source), device, repeats=7))
     kinds = {dtype if dtype.itemsize >= 2 else torch.bfloat16}
     if device.type == "cpu" and dtype.itemsize < 4:
-        kinds.add(torch.float32)  # a CPU without instructions for 16-bit numbers computes faster in wider ones
+        # A CPU without instructions for 16-bit numbers computes faster in wider ones.
+        kinds.add(torch.float32)
     flops_per_s = max(_product_rate(device, kind) for kind in kinds)
     return MachineLimits(bytes_per_s=2 * size / copying, flops_per_s=flops_per_s)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a product as large as this device does in a moment.
+    """Return the FLOP/s of the largest matrix product that this device computes in a moment.
 
-    Small ones come first: a CPU without instructions for 16-bit numbers takes minutes for what others do in one.
+    Sizes grow from small: a CPU without instructions for 16-bit numbers takes minutes where others take a second.
     """
     side = PRODUCT_SIZE[device.type] // 16
     while True:
@@ -59,7 +62,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def flush_caches(device: torch.device, kept: dict[str, torch.Tensor]) -> None:
-    """Write over what the caches hold; `kept` holds the block between calls."""
+    """Overwrite the contents of the caches; `kept` keeps the block between calls."""
     block = kept.get(device.type)
     if block is None:
         block = kept[device.type] = torch.zeros(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -76,29 +79,29 @@ def synchronize_device(device: torch.device) -> None:
 def measure_calls(
     call: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 1, flush: bool = False
 ) -> list[float]:
-    """Seconds of each call: by events on a GPU, by the clock on a CPU."""
-    kept: dict[str, torch.Tensor] = {}
+    """Return the seconds of each call: by events on a GPU, by the clock on a CPU."""
+    flush_blocks: dict[str, torch.Tensor] = {}
     for _ in range(warm_up):
         call()
     synchronize_device(device)
-    found = []
+    samples = []
     for _ in range(repeats):
         if flush:
-            flush_caches(device, kept)
+            flush_caches(device, flush_blocks)
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()
             end.record()
             torch.cuda.synchronize(device)
-            found.append(begin.elapsed_time(end) / 1e3)
+            samples.append(begin.elapsed_time(end) / 1e3)
         else:
             start = time.perf_counter()
             call()
-            found.append(time.perf_counter() - start)
-    return found
+            samples.append(time.perf_counter() - start)
+    return samples
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """The median of flushed calls."""
+    """Return the median seconds of a call with cold caches."""
     return median(measure_calls(call, device, repeats=repeats, warm_up=3, flush=True))

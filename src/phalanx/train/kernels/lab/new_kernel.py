@@ -1,7 +1,7 @@
-"""`phalanx kernels new`: the files of a new kernel, which pass the guard as they are written.
+"""`phalanx kernels new`: the files of a new kernel, a template that passes the guard as it is.
 
-The template computes what the operation's reference computes, in float32; where results are codes of numbers (fp8 rows
-and their scales), it makes them by plain operations. A kernel of one's own takes its place.
+The template computes the operation's reference in float32; where results are codes of numbers (fp8 rows and their
+scales), it makes them by plain operations. The user replaces its body with a kernel.
 """
 
 from __future__ import annotations
@@ -77,23 +77,25 @@ print(phalanx.kernels.bench("{name}", compiled=False))
 
 
 def template_files(op: KernelOp) -> Mapping[str, str]:
-    """File name -> text: kernel, reference, test and bench."""
+    """Return file name -> text: kernel, reference, test and benchmark."""
     imports, reference, function = reference_text(op)
     inputs = op.make_inputs(op.odd_shapes[0], op.dtypes[0], torch.device("cpu"), 0)
-    kinds = {one: result_kinds(op, op.make_inputs(op.odd_shapes[0], one, torch.device("cpu"), 0)) for one in op.dtypes}
+    kinds = {
+        dtype: result_kinds(op, op.make_inputs(op.odd_shapes[0], dtype, torch.device("cpu"), 0)) for dtype in op.dtypes
+    }
     fixed = [
-        None if all(dtype == kinds[dtype][place][0] for dtype in op.dtypes) else one
-        for place, (one, _) in enumerate(kinds[op.dtypes[0]])
+        None if all(dtype == kinds[dtype][place][0] for dtype in op.dtypes) else result_dtype
+        for place, (result_dtype, _) in enumerate(kinds[op.dtypes[0]])
     ]
     with_grad = f"\nGradients are asked of inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
     text = _KERNEL.format(
         name=op.name,
         summary=op.summary.rstrip("."),
-        inputs=", ".join(_shown_tensor(one) for one in inputs),
+        inputs=", ".join(_shown_tensor(tensor) for tensor in inputs),
         results=", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in kinds[op.dtypes[0]]),
         gradients=with_grad,
         imports=imports,
-        dtypes=", ".join(str(one) for one in fixed),
+        dtypes=", ".join(str(dtype) for dtype in fixed),
         reference=reference,
         function=function,
     )
@@ -106,11 +108,17 @@ def template_files(op: KernelOp) -> Mapping[str, str]:
 
 
 def _shown_tensor(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def reference_text(op: KernelOp) -> tuple[str, str, str]:
-    """Imports, the text of the plain operations with all they use of their modules, and their name; free of Phalanx."""
+    """Return the imports, the source and the name of an operation's plain code, independent of Phalanx.
+
+    The source includes every definition of its modules that it uses.
+    """
+    # ast.unparse keeps docstrings and drops comments. The text is part of the recorded prompts of
+    # benchmarks/data/kernel_skill_answers_2026-11-18.jsonl, so a new word in a reference ends their replay.
     function = inspect.unwrap(op.plain)
     module = inspect.getmodule(function)
     name = getattr(function, "__name__", "")
@@ -120,11 +128,11 @@ def reference_text(op: KernelOp) -> tuple[str, str, str]:
         _collect(name, module, imports, parts, op.name)
     if name not in parts:
         raise mistake(op.name, "its reference has no text that a template could start from")
-    return "\n".join(sorted(imports)), "\n\n".join(f"{one}\n" for one in parts.values()), name
+    return "\n".join(sorted(imports)), "\n\n".join(f"{definition}\n" for definition in parts.values()), name
 
 
 def _collect(name: str, module: ModuleType, imports: dict[str, None], parts: dict[str, str], op: str) -> None:
-    """Put the definition of a name and of what it uses into `parts`, those used first."""
+    """Add the definition of a name to `parts`, after the definitions that it uses."""
     if name in parts:
         return
     try:
@@ -140,7 +148,7 @@ def _collect(name: str, module: ModuleType, imports: dict[str, None], parts: dic
                     return
     for node in tree.body:
         if name in (names := _defined_names(node)):
-            if any(one in parts for one in names):
+            if any(defined_name in parts for defined_name in names):
                 return  # one assignment defines several names
             parts[name] = ""  # a function may call itself
             for used in ast.walk(_without_hints(ast.parse(ast.unparse(node)))):
@@ -159,6 +167,7 @@ def _collect_import(
     parts: dict[str, str],
     op: str,
 ) -> None:
+    """Add an allowed import to `imports`, or the definition of a name imported from Phalanx to `parts`."""
     top = (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
     renamed = f" as {alias.asname}" if alias.asname else ""
     if top in ALLOWED_MODULES:
@@ -171,34 +180,35 @@ def _collect_import(
 
 
 def _defined_names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Assign):
-        return [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+        return [child.id for target in node.targets for child in ast.walk(target) if isinstance(child, ast.Name)]
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return [node.target.id]
     return []
 
 
 def _without_hints(tree: ast.Module) -> ast.Module:
-    """Without type hints, which would ask for imports of their own."""
+    """Remove type hints and decorators, which would need imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
             node.decorator_list = []
-            for one in (
+            for argument in (
                 *node.args.args,
                 *node.args.kwonlyargs,
                 *node.args.posonlyargs,
                 node.args.vararg,
                 node.args.kwarg,
             ):
-                if one is not None:
-                    one.annotation = None
+                if argument is not None:
+                    argument.annotation = None
     body = [
-        ast.Assign(targets=[one.target], value=one.value, lineno=one.lineno)
-        if isinstance(one, ast.AnnAssign) and one.value is not None
-        else one
-        for one in tree.body
+        ast.Assign(targets=[statement.target], value=statement.value, lineno=statement.lineno)
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None
+        else statement
+        for statement in tree.body
     ]
     return ast.fix_missing_locations(ast.Module(body=list(body), type_ignores=[]))

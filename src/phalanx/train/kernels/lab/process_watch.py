@@ -1,6 +1,8 @@
-"""Names and hooks of a candidate's process that a kernel has no reason to change, compared after each of its calls.
+"""Watch over names and hooks in a candidate's process that a kernel has no reason to change, compared after each
+call.
 
-A detector, not a barrier: it runs in the process that it watches. It names an attempt; values are judged elsewhere.
+It is a detector, not a barrier, because it runs in the process that it watches. It names an attempt; the guard judges
+values independently.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-# PyTorch changes names of its own that begin with an underscore, when it starts a device for instance.
+# PyTorch itself changes names that begin with an underscore, for instance when it initializes a device.
 _TORCH: tuple[Any, ...] = (
     torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch.autograd, torch.autograd.Function, torch.cuda,
     torch.cuda.Event, torch.linalg,
@@ -32,7 +34,7 @@ _STANDARD: tuple[Any, ...] = (
     builtins, gc, importlib, importlib._bootstrap, importlib._bootstrap_external, json, math, socket, sys, threading,
     time, atexit,
 )  # fmt: skip
-# Operators by which results are copied to the judge; a library could register other implementations of them.
+# Operators that copy results to the judge; a library could register other implementations of them.
 _COPYING = ("aten::copy_", "aten::clone", "aten::detach", "aten::view", "aten::view.dtype", "aten::slice.Tensor")
 _CHANGING = {"sys": ("last_type", "last_value", "last_traceback", "flags"), "threading": ("_counter",)}
 CALLER_EVENTS = frozenset((
@@ -43,9 +45,9 @@ CALLER_ATTRIBUTES = frozenset(("cr_frame", "gi_frame", "tb_frame"))
 
 
 def hide_judge(harness: Mapping[str, Any]) -> ModuleType:
-    """Take the program's own modules out of `sys.modules`; the empty module that now is `__main__`.
+    """Remove Phalanx's modules from `sys.modules`; return the empty module that replaces `__main__`.
 
-    A candidate that replaces a name of `__main__` then replaces nothing that is used.
+    A candidate that replaces a name of `__main__` then only changes this unused module.
     """
     for name in [name for name in sys.modules if name == "phalanx" or name.startswith("phalanx.")]:
         del sys.modules[name]
@@ -56,15 +58,16 @@ def hide_judge(harness: Mapping[str, Any]) -> ModuleType:
 
 
 def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[], str]:
-    """A function that names what has changed since now, or nothing.
+    """Return a function that describes a change since now, or returns an empty text.
 
-    All it uses is bound here: a candidate that replaces a name of this module, or a built-in, does not reach it.
+    Everything that it uses is bound here, so a candidate cannot affect it by replacing a name of this module or a
+    built-in.
     """
     spaces: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
     for watched in (*_TORCH, *_STANDARD):
         name = getattr(watched, "__name__", "")
         changing = _CHANGING.get(name, ())
-        is_torch = any(watched is one for one in _TORCH)
+        is_torch = any(watched is torch_object for torch_object in _TORCH)
         names = {
             key: value
             for key, value in vars(watched).items()
@@ -73,7 +76,7 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
         spaces.append((name, vars(watched), names))
     spaces.append(("__main__", harness, dict(harness)))
     spaces.append(("__main__", vars(decoy), dict(vars(decoy))))
-    # A name that is new in a class hides that of its base, such as copy_ of tensors.
+    # A new name in a class hides that of its base class, such as copy_ of tensors, so these must not grow.
     closed = [(name, now) for name, now, _ in spaces if not isinstance(now, dict) or name == "__main__"]
     sizes = [len(now) for _, now in closed]
     modules, loaded = sys.modules, dict(sys.modules)
@@ -110,7 +113,7 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
             return "traces its process"
         if count_exits() != exits:
             return "registered a function with atexit"
-        # Threads of PyTorch's autograd that wait have no Python frame.
+        # Idle threads of PyTorch's autograd have no Python frame.
         if num_items(running_frames()) > 1:
             return "started a thread"
         if function_modes() or dispatch_modes():
@@ -131,8 +134,8 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
 
 
 def _settings_reader() -> Callable[[], list[tuple[str, Any]]]:
-    """A function that reads torch's settings for the whole process: what a kernel sets there, other code runs with."""
-    smallest = torch.tensor([1e-42])  # not zero, unless small numbers are flushed
+    """Return a function that reads torch's process-wide settings: other code would run with a kernel's changes."""
+    smallest = torch.tensor([1e-42])  # denormal: zero only if torch flushes denormals
     readers: list[tuple[str, Callable[[], Any]]] = [
         ("torch.get_default_dtype()", torch.get_default_dtype),
         ("torch.get_num_threads()", torch.get_num_threads),
@@ -151,5 +154,5 @@ def _settings_reader() -> Callable[[], list[tuple[str, Any]]]:
 
 
 def is_candidates_call(candidate_file: str, depth: int) -> bool:
-    """Whether the frame `depth` above the caller belongs to the candidate's file."""
+    """Return whether the frame `depth` above the caller belongs to the candidate's file."""
     return sys._getframe(depth + 1).f_code.co_filename == candidate_file

@@ -1,6 +1,6 @@
-"""Who writes kernels: a command of this machine, an endpoint that speaks OpenAI's chat protocol, or a transcript.
+"""Sources of kernels: a command on this machine, an endpoint with OpenAI's chat protocol, or a recorded transcript.
 
-A proposer gets a prompt and answers a text. What it answers is judged, never trusted.
+A proposer gets a prompt and returns a text. The text is judged, never trusted.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)\r?\n?```", re.DOTALL | r
 
 
 class NoAnswerError(Exception):
-    """The proposer gave no answer; the message says why."""
+    """Raised if the proposer gave no answer; the message is the reason."""
 
 
 class Proposer(Protocol):
     """Anything that answers a prompt."""
 
     def propose(self, prompt: str) -> str:
-        """The answer; raises NoAnswerError."""
+        """Return the answer; raise NoAnswerError if there is none."""
 
 
 class CommandProposer:
-    """A local command: the prompt on its stdin, the answer on its stdout."""
+    """A local command: reads the prompt on stdin and writes the answer to stdout."""
 
     def __init__(self, command: str, *, timeout_s: float) -> None:
         try:
@@ -48,9 +48,9 @@ class CommandProposer:
         self._timeout_s = timeout_s
 
     def propose(self, prompt: str) -> str:
-        """Run the command once."""
+        """Run the command once and return its stdout, at most 1 MiB."""
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 self._words, input=prompt.encode(), capture_output=True, timeout=self._timeout_s, check=False
             )
         except FileNotFoundError:
@@ -59,10 +59,12 @@ class CommandProposer:
             raise mistake("--proposer", f"{self._words[0]} cannot be run") from None
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"the command gave no answer in {self._timeout_s:g} s") from None
-        if done.returncode != 0:
-            said = printable(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or "nothing", most=200)
-            raise NoAnswerError(f"the command ended with {done.returncode} and said {said}")
-        return done.stdout[:MOST_ANSWER_BYTES].decode("utf-8", "replace")
+        if process.returncode != 0:
+            last_line = printable(
+                process.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or "nothing", most=200
+            )
+            raise NoAnswerError(f"the command ended with {process.returncode} and said {last_line}")
+        return process.stdout[:MOST_ANSWER_BYTES].decode("utf-8", "replace")
 
 
 class EndpointProposer:
@@ -77,11 +79,11 @@ class EndpointProposer:
         self._key = next((environment[name] for name in KEY_VARIABLES if environment.get(name)), "")
 
     def propose(self, prompt: str) -> str:
-        """One request."""
+        """Send one request and return the message of the first choice."""
         body = {"model": self._model, "messages": [{"role": "user", "content": prompt}]}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
-            status, found = ask_json(
+            status, reply = ask_json(
                 self._url, "/chat/completions", body=body, headers=headers, timeout_s=self._timeout_s
             )
         except HttpProblem as error:
@@ -89,7 +91,7 @@ class EndpointProposer:
         if status != 200:
             raise NoAnswerError(f"the endpoint answered with status {status}")
         try:
-            content = found["choices"][0]["message"]["content"]
+            content = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             content = None
         if not isinstance(content, str):
@@ -98,7 +100,7 @@ class EndpointProposer:
 
 
 class ReplayProposer:
-    """Answers that were recorded, one JSON object per line with "prompt" and "answer"; each is given once, in order."""
+    """Recorded answers, one JSON object per line with "prompt" and "answer"; each is returned once, in order."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._answers = path, dict[str, list[str]]()
@@ -112,7 +114,7 @@ class ReplayProposer:
                 ) from None
 
     def propose(self, prompt: str) -> str:
-        """The next answer to this prompt."""
+        """Return the next answer to this prompt."""
         answers = self._answers.get(prompt)
         if not answers:
             raise NoAnswerError(f"{self._path} has no answer to this prompt")
@@ -120,14 +122,16 @@ class ReplayProposer:
 
 
 def kernel_of_answer(answer: str) -> str:
-    """The Python in an answer: the longest fenced block that defines a kernel, or the answer itself; empty for none.
+    """Return the Python code in an answer: the longest fenced block that defines a kernel, or the answer itself.
+
+    Empty if the answer defines none.
 
     >>> kernel_of_answer("Here:\\n```python\\ndef kernel(x):\\n    return x\\n```")
     'def kernel(x):\\n    return x'
     >>> kernel_of_answer("I cannot do that.")
     ''
     """
-    blocks = [one for one in _FENCE.findall(answer) if "def kernel" in one]
+    blocks = [block for block in _FENCE.findall(answer) if "def kernel" in block]
     if blocks:
         return max(blocks, key=len)
     return answer if "def kernel" in answer and "```" not in answer else ""

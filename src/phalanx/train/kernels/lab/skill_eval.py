@@ -1,4 +1,4 @@
-"""How much the skill helps: the share of kernels that pass the guard, with the skill in the prompt and without."""
+"""Evaluation of the skill: the share of kernels that pass the guard, with the skill in the prompt and without."""
 
 from __future__ import annotations
 
@@ -44,35 +44,43 @@ class SkillAttempt:
     skill: str  # "with" or "without"
     run: int
     passed: bool
-    kind: str = ""  # as the guard says it, or "no answer", "no kernel"
+    kind: str = ""  # the kind of the guard's verdict, or "no answer", "no kernel"
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkillScore:
-    """Every attempt, and the share that passed."""
+    """All attempts, and the share that passed."""
 
     attempts: tuple[SkillAttempt, ...]
 
     def pass_rate(self, skill: str) -> float:
-        """Of attempts with or without the skill."""
-        found = [one for one in self.attempts if one.skill == skill]
-        return sum(one.passed for one in found) / len(found) if found else 0.0
+        """Return the share of attempts that passed, with or without the skill."""
+        attempts = [attempt for attempt in self.attempts if attempt.skill == skill]
+        return sum(attempt.passed for attempt in attempts) / len(attempts) if attempts else 0.0
 
 
 def skill_text() -> str:
-    """The shipped SKILL.md, without its head."""
+    """Return the shipped SKILL.md without its front matter."""
     text = shipped_text(__file__, "skill/SKILL.md")
     return text.split("---\n", 2)[2].strip() if text.startswith("---\n") else text
 
 
 def task_prompt(op: KernelOp, *, with_skill: bool) -> str:
-    """What a proposer is asked."""
+    """Return the prompt for an operation, with or without the skill."""
     imports, reference, _ = reference_text(op)
-    back = f" Its results must be differentiable in inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
-    codes = " Results are codes of numbers: what they stand for is compared, within rounding." if op.format else ""
+    gradients_remark = (
+        f" Its results must be differentiable in inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
+    )
+    codes_remark = (
+        " Results are codes of numbers: what they stand for is compared, within rounding." if op.format else ""
+    )
     task = _TASK.format(
-        name=op.name, summary=op.summary.rstrip("."), remarks=back + codes, imports=imports, reference=reference.strip()
+        name=op.name,
+        summary=op.summary.rstrip("."),
+        remarks=gradients_remark + codes_remark,
+        imports=imports,
+        reference=reference.strip(),
     )
     return f"{skill_text()}\n\n---\n\n{task}" if with_skill else task
 
@@ -88,7 +96,10 @@ def evaluate_skill(
     tell: Callable[[str], None],
     record: Callable[[str], None] = lambda line: None,
 ) -> SkillScore:
-    """Ask for every operation with and without the skill, `runs` times each; what fails is counted and it goes on."""
+    """Request a kernel for every operation with and without the skill, `runs` times each, and judge it.
+
+    A failed attempt is counted and the evaluation continues; raises SystemFailure if there was no answer at all.
+    """
     attempts = []
     for op in ops:
         for skill in (WITHOUT_SKILL, WITH_SKILL):
@@ -98,7 +109,7 @@ def evaluate_skill(
                 attempts.append(attempt)
                 outcome = "passed" if attempt.passed else f"{attempt.kind}: {attempt.reason}"
                 tell(f"{op.name}, {skill} the skill, run {run + 1}: {outcome}"[:300])
-    if attempts and all(one.kind == "no answer" for one in attempts):
+    if attempts and all(attempt.kind == "no answer" for attempt in attempts):
         problem = Problem(where="proposer", what=f"gave no answer at all: {attempts[0].reason}")
         raise SystemFailure(problem)
     return SkillScore(attempts=tuple(attempts))
@@ -115,6 +126,8 @@ def _attempt(
     limits: CandidateLimits,
     record: Callable[[str], None],
 ) -> SkillAttempt:
+    """Request one kernel, record the answer, and judge it."""
+
     def failed(kind: str, reason: str) -> SkillAttempt:
         return SkillAttempt(op=op.name, skill=skill, run=run, passed=False, kind=kind, reason=reason)
 

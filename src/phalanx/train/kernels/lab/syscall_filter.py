@@ -1,7 +1,8 @@
-"""System calls that a candidate's process gives up before it runs the candidate: files, network, other processes.
+"""A seccomp filter that blocks system calls in a candidate's process: files, network, other processes.
 
-A seccomp filter in the kernel's own bytecode, installed with prctl through ctypes. The candidate cannot take it off,
-nor can what it loads or patches: it holds below Python. Linux on x86-64 and arm64; elsewhere `forbid_calls` says False.
+The filter is BPF bytecode, installed with prctl through ctypes. The candidate cannot remove it, nor can any library
+that it loads or patches, because the Linux kernel enforces it. Linux on x86-64 and arm64; elsewhere `forbid_calls`
+returns False.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _ALL_BITS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06  # BPF
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x00010000
-_X32 = 0x40000000  # the other numbering of calls on x86-64
+_X32 = 0x40000000  # bit of the x32 ABI's call numbers, a second numbering on x86-64
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # call -> (number on x86-64, number on arm64); None where an architecture has no such call
@@ -57,10 +58,10 @@ class _Program(ctypes.Structure):
 
 
 def forbid_calls(*, allow_reading: bool) -> bool:
-    """Install the filter for this process and all its later threads; False where the system has none.
+    """Install the filter for this process and all its later threads; return False where the system has no seccomp.
 
-    `allow_reading` leaves opening files alone, for GPUs, whose libraries load code when it is first used. Threads may
-    be started, processes may not.
+    `allow_reading` permits opening files, for GPUs, whose libraries load code when it is first used. Starting threads
+    is permitted, starting processes is not.
     """
     machine = platform.machine()
     if platform.system() != "Linux" or machine not in _ARCHITECTURES or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -69,15 +70,15 @@ def forbid_calls(*, allow_reading: bool) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return False
-    kept = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(code) // 8, ctypes.cast(kept, ctypes.c_void_p))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     return bool(libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program), 0, 0) == 0)
 
 
 def _filter_code(machine: str, *, own_pid: int, allow_reading: bool) -> bytes:
-    """Instructions of 8 bytes: code, steps if true, steps if false, value."""
-    place = 0 if machine == "x86_64" else 1
-    refuse = _ERRNO | errno.EPERM
+    """Return the filter's BPF instructions of 8 bytes: code, jump if true, jump if false, value."""
+    column = 0 if machine == "x86_64" else 1
+    deny = _ERRNO | errno.EPERM
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
@@ -85,27 +86,27 @@ def _filter_code(machine: str, *, own_pid: int, allow_reading: bool) -> bytes:
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        lines += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, refuse)]
+        lines += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, deny)]
     calls = {**_NEVER, **({} if allow_reading else _FILES)}
     for numbers in calls.values():
-        if (number := numbers[place]) is not None:
-            lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
-    # Without clone3 the C library takes clone, whose flags a filter can read.
-    lines += [(_EQUAL, 0, 1, _CLONE3[place]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+        if (number := numbers[column]) is not None:
+            lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, deny)]
+    # Without clone3 the C library falls back to clone, whose flags a filter can read.
+    lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     lines += [
-        (_EQUAL, 0, 4, _CLONE[place]),
+        (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ALL_BITS, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, refuse),
+        (_RETURN, 0, 0, deny),
     ]
     for numbers, allowed in ((_TGKILL, own_pid), (_PRLIMIT, 0)):
         lines += [
-            (_EQUAL, 0, 4, numbers[place]),
+            (_EQUAL, 0, 4, numbers[column]),
             (_LOAD, 0, 0, _FIRST_ARGUMENT),
             (_EQUAL, 0, 1, allowed),
             (_RETURN, 0, 0, _ALLOW),
-            (_RETURN, 0, 0, refuse),
+            (_RETURN, 0, 0, deny),
         ]
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

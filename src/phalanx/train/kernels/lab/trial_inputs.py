@@ -1,4 +1,4 @@
-"""The cases that a candidate is tried on: odd, random and real shapes, and patterns of values."""
+"""The cases that a candidate is judged on: odd, random and real shapes, and patterns of values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from phalanx.errors import UserError, mistake
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.units import MB
 
-# Patterns of values, by the words that a refusal names them with.
+# Patterns of values, as refusals name them.
 ORDINARY, WIDE = "ordinary values", "wide range of values"
 CORRELATED, LARGE_MEANS = "correlated columns", "large means"
 ZEROS, TINY, HUGE = "zeros and equal numbers", "tiny values", "huge values"
-WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
-TINY_POWER, HUGE_POWER = -14, 20  # of two: gradients of a large model, and the few activations that dwarf all others
-ZERO_ROWS, ZERO_ELEMENTS = 0.2, 0.25  # shares: padding, and what dropout or a rectifier leaves
-# On a CPU, of the shape that is timed: enough to leave the caches, little enough for a float64 truth in a second.
+# Rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more.
+WIDE_POWER, OUTLIER = 5, 32.0
+# Powers of two: gradients of a large model, and the few outlier activations.
+TINY_POWER, HUGE_POWER = -14, 20
+# Shares of rows and elements: padding, and zeros of dropout or a rectifier.
+ZERO_ROWS, ZERO_ELEMENTS = 0.2, 0.25
+# Limits of the timed shape on a CPU: larger than the caches, small enough for the exact result in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
-# Of a shape with one size of a real model: many of them are tried.
+# Limits of a shape with one size of a real model: there are many of these cases.
 MAX_STRETCHED_BYTES, MAX_STRETCHED_FLOPS = 12 * MB, 4e8
-LARGE_CASES = 2  # at the shape that is timed, in each type that is not
-KEPT_TIMES = 120  # the guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves
+LARGE_CASES = 2  # cases at the timed shape, in each dtype that is not timed
+# The guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves.
+KEPT_TIMES = 120
 MOST_GPU_BYTES, MOST_GPU_FLOPS = 1024 * MB, 2e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCase:
-    """One trial: a shape, a type, a seed and a pattern of values; `poison` is the byte around all tensors."""
+    """One case: a shape, a dtype, a seed and a pattern of values; `poison` is the byte around all tensors."""
 
     shape: Shape
     dtype: torch.dtype
@@ -42,11 +46,12 @@ class KernelCase:
     pattern: str = ORDINARY
     poison: int = 0xFF
     timed: bool = False
-    gradients_of: tuple[int, ...] | None = None  # inputs, by place, whose gradients are asked for; None: all
+    # Indices of inputs whose gradients are requested; None: all.
+    gradients_of: tuple[int, ...] | None = None
     unused: int | None = None  # a result that the loss does not depend on
     overlap: bool = False  # all results of its batch are computed before any gradient
-    turned: bool = False  # gradients of results lie in memory column by column, as autograd may give them
-    kept_seed: int | None = None  # the ends of every input, and half of its values, are those of this seed
+    turned: bool = False  # gradients of results are stored column by column, as autograd may pass them
+    kept_seed: int | None = None  # seed of the values that both ends and half of every input keep
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.shape.items())
@@ -66,8 +71,8 @@ class KernelCase:
 
 
 def op_patterns(op: KernelOp) -> list[str]:
-    """The patterns of values that an operation is tried on, ordinary ones first."""
-    general = [one for one in _PATTERNS if one not in op.unfit_patterns]
+    """Return the patterns of values for an operation, ordinary ones first."""
+    general = [pattern for pattern in _PATTERNS if pattern not in op.unfit_patterns]
     return [ORDINARY, *general, *op.structured_inputs]
 
 
@@ -79,15 +84,15 @@ def draw_cases(
     large: Shape,
     timed_dtype: torch.dtype | None = None,
 ) -> list[KernelCase]:
-    """Odd and random shapes, shapes with one size of a real model, and the shape `large`, in every type and pattern.
+    """Draw cases of odd, random and real sizes, and of the shape `large`, in every dtype and pattern.
 
     Values of `large` in `timed_dtype` are left to the timed runs, which are compared as well.
     """
-    small = [dict(one) for one in op.odd_shapes][:4] + random_shapes(op, 2, random_source)
+    small = [dict(shape) for shape in op.odd_shapes][:4] + random_shapes(op, 2, random_source)
     cases: list[KernelCase] = []
 
     def add(shape: Shape, dtype: torch.dtype, pattern: str) -> None:
-        # 0x7B: large numbers, for kernels that hide not-a-number
+        # 0x7B: large numbers, for kernels that hide NaN
         poison = 0xFF if len(cases) % 2 == 0 else 0x7B
         seed = random_source.getrandbits(31)
         cases.append(KernelCase(shape=shape, dtype=dtype, seed=seed, pattern=pattern, poison=poison))
@@ -111,7 +116,7 @@ def draw_cases(
 def draw_uses(
     op: KernelOp, dtype: torch.dtype, random_source: random.Random, *, gradients: bool
 ) -> list[list[KernelCase]]:
-    """Batches that use a kernel as a model does, in the ways that one call after the other does not show."""
+    """Draw batches that use a kernel as a model does, in ways that separate calls do not show."""
     shape = dict(op.odd_shapes[min(2, len(op.odd_shapes) - 1)])
 
     def draw(**options: Any) -> KernelCase:
@@ -133,25 +138,25 @@ def draw_uses(
 
 
 def stretched_shapes(op: KernelOp, dtype: torch.dtype, random_source: random.Random) -> list[dict[str, int]]:
-    """For each size of the operation the largest of a real model and a random one, where the other sizes are small."""
-    found: list[dict[str, int]] = []
+    """Return small shapes with one size of a real model: per size the largest of all real models and a random one."""
+    shapes: list[dict[str, int]] = []
     for name in op.odd_shapes[0]:
-        real = sorted({one[name] for one in op.shapes})
+        real = sorted({shape[name] for shape in op.shapes})
         for size in dict.fromkeys((real[-1], random_source.choice(real))):
-            others = [dict(one) for one in op.odd_shapes]
-            random_source.shuffle(others)
-            for other in others:
-                shape = {**other, name: size}
+            odd_shapes = [dict(shape) for shape in op.odd_shapes]
+            random_source.shuffle(odd_shapes)
+            for odd_shape in odd_shapes:
+                shape = {**odd_shape, name: size}
                 work = op.count_work(shape, dtype)
                 fits = work.read_bytes + work.written_bytes <= MAX_STRETCHED_BYTES and work.flops <= MAX_STRETCHED_FLOPS
                 if fits and _is_valid_shape(op, shape):
-                    found.append(shape)
+                    shapes.append(shape)
                     break
-    return found
+    return shapes
 
 
 def _is_valid_shape(op: KernelOp, shape: Shape) -> bool:
-    """An operation may have bounds between its sizes that only its reference knows."""
+    """Return whether the reference accepts a shape: it may have constraints between sizes."""
     try:
         op.plain(*op.make_inputs(shape, op.dtypes[0], torch.device("cpu"), 0))
     except (RuntimeError, ValueError, IndexError, AssertionError):
@@ -160,23 +165,26 @@ def _is_valid_shape(op: KernelOp, shape: Shape) -> bool:
 
 
 def random_shapes(op: KernelOp, count: int, random_source: random.Random) -> list[dict[str, int]]:
-    """Shapes between the listed odd ones, with the common divisor of each size; those the reference takes."""
-    sizes = {name: [one[name] for one in op.odd_shapes if name in one] for name in op.odd_shapes[0]}
-    found: list[dict[str, int]] = []
+    """Draw shapes between the listed odd ones that the reference accepts, in steps of each size's common divisor."""
+    sizes = {
+        name: [listed_shape[name] for listed_shape in op.odd_shapes if name in listed_shape]
+        for name in op.odd_shapes[0]
+    }
+    shapes: list[dict[str, int]] = []
     for _ in range(4 * count):
-        if len(found) == count:
+        if len(shapes) == count:
             break
         shape = {}
         for name, values in sizes.items():
-            step = math.gcd(*values, *(one[name] for one in op.shapes if name in one))
+            step = math.gcd(*values, *(listed_shape[name] for listed_shape in op.shapes if name in listed_shape))
             shape[name] = step * random_source.randint(min(values) // step, max(values) // step)
         if _is_valid_shape(op, shape):
-            found.append(shape)
-    return found
+            shapes.append(shape)
+    return shapes
 
 
 def timed_shape(op: KernelOp, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """The largest shape that this device measures in reasonable time; where all are larger, the largest odd one."""
+    """Return the largest shape that this device measures in reasonable time; the largest odd one if all are larger."""
     on_gpu = device.type == "cuda"
     most_bytes, most_flops = (MOST_GPU_BYTES, MOST_GPU_FLOPS) if on_gpu else (MOST_CPU_BYTES, MOST_CPU_FLOPS)
     if on_gpu:
@@ -187,69 +195,73 @@ def timed_shape(op: KernelOp, dtype: torch.dtype, device: torch.device) -> dict[
         return work.read_bytes + work.written_bytes
 
     fits = [
-        one for one in op.shapes if moved_bytes(one) <= most_bytes and op.count_work(one, dtype).flops <= most_flops
+        shape
+        for shape in op.shapes
+        if moved_bytes(shape) <= most_bytes and op.count_work(shape, dtype).flops <= most_flops
     ]
     return dict(max(fits or op.odd_shapes, key=moved_bytes))
 
 
 def check_shape(op: KernelOp, shape: Shape) -> None:
-    """Raise UserError for sizes that the operation does not have, or lacks."""
-    known = set(op.odd_shapes[0])
-    if set(shape) != known or any(size < 1 for size in shape.values()):
+    """Raise UserError if a shape lacks a size of the operation, or has an unknown or non-positive one."""
+    size_names = set(op.odd_shapes[0])
+    if set(shape) != size_names or any(size < 1 for size in shape.values()):
         example = ",".join(f"{name}={size}" for name, size in op.shapes[0].items())
-        given = ",".join(f"{name}={size}" for name, size in shape.items())
-        raise mistake("--shape", f'"{given[:60]}" are not the sizes of {op.name}', fix=f"write it like {example}")
+        shape_text = ",".join(f"{name}={size}" for name, size in shape.items())
+        raise mistake("--shape", f'"{shape_text[:60]}" are not the sizes of {op.name}', fix=f"write it like {example}")
 
 
 def draw_inputs(op: KernelOp, case: KernelCase, device: torch.device) -> tuple[Tensor, ...]:
-    """The inputs of a case, drawn in the judge's process."""
+    """Draw the inputs of a case; only the judge's process calls this."""
     if case.kept_seed is not None:
-        kept = draw_inputs(op, replace(case, seed=case.kept_seed, kept_seed=None), device)
-        new = draw_inputs(op, replace(case, kept_seed=None), device)
+        kept_inputs = draw_inputs(op, replace(case, seed=case.kept_seed, kept_seed=None), device)
+        new_inputs = draw_inputs(op, replace(case, kept_seed=None), device)
         mixed = torch.Generator(device).manual_seed(case.seed ^ 0x4A1F)
-        return tuple(_keep_half(*pair, mixed) for pair in zip(kept, new, strict=True))
+        return tuple(_keep_half(*pair, mixed) for pair in zip(kept_inputs, new_inputs, strict=True))
     if case.pattern in op.structured_inputs:
         inputs = op.structured_inputs[case.pattern](case.shape, case.dtype, device, case.seed)
-        return tuple(one.contiguous() for one in inputs)
+        return tuple(tensor.contiguous() for tensor in inputs)
     inputs = op.make_inputs(case.shape, case.dtype, device, case.seed)
     source = torch.Generator(device).manual_seed(case.seed ^ 0x5EED)
     changes = _PATTERNS.get(case.pattern)
     if changes is None:
-        return tuple(one.contiguous() for one in inputs)
-    tables = [place for place, one in enumerate(inputs) if _is_table(one)]
+        return tuple(tensor.contiguous() for tensor in inputs)
+    tables = [place for place, tensor in enumerate(inputs) if _is_table(tensor)]
     return tuple(
-        (changes(one, source, is_first=place == tables[0]) if place in tables else one).contiguous()
-        if case.pattern != ZEROS or place in tables or not tables or not _is_vector(one)
-        else one[:1].expand_as(one).contiguous()
-        for place, one in enumerate(inputs)
+        (changes(tensor, source, is_first=place == tables[0]) if place in tables else tensor).contiguous()
+        if case.pattern != ZEROS or place in tables or not tables or not _is_vector(tensor)
+        else tensor[:1].expand_as(tensor).contiguous()
+        for place, tensor in enumerate(inputs)
     )
 
 
 def draw_output_gradients(
     case: KernelCase, inputs: Sequence[Tensor], kinds: Sequence[tuple[torch.dtype, Sequence[int]]]
 ) -> list[Tensor]:
-    """Gradients of the results, which the candidate takes back to its inputs.
+    """Draw the gradients of the results, from which the candidate computes those of its inputs.
 
-    Independent of the inputs they hide terms that are sums of products with them: sums of n random products are only
-    the root of n. In structured cases they have a mean, and resemble an input of the same shape.
+    Gradients that are independent of the inputs would hide terms that are sums of products with them: a sum of n
+    random products only grows with √n. In structured cases they have a mean, and resemble an input of the same shape.
     """
     device = inputs[0].device
     source = torch.Generator(device).manual_seed(case.seed ^ 0x6AD)
-    found = []
+    gradients = []
     for dtype, shape in kinds:
         gradient = torch.randn(tuple(shape), generator=source, device=device)
         if case.pattern != ORDINARY:
-            alike = next((one for one in inputs if one.shape == gradient.shape and one.is_floating_point()), None)
+            similar_input = next(
+                (tensor for tensor in inputs if tensor.shape == gradient.shape and tensor.is_floating_point()), None
+            )
             gradient = gradient + 0.5
-            if alike is not None:
-                wide = alike.float()
+            if similar_input is not None:
+                wide = similar_input.float()
                 gradient = gradient + wide / _row_rms(wide)
-        found.append(gradient.to(dtype))
-    return found
+        gradients.append(gradient.to(dtype))
+    return gradients
 
 
 def _is_table(values: Tensor) -> bool:
-    """Whole numbers, codes and vectors stay as they are: permutations, scales, second moments."""
+    """Return whether patterns apply: not to integers, codes and vectors (permutations, scales, second moments)."""
     return values.is_floating_point() and values.dim() >= 2 and values.dtype.itemsize >= 2
 
 
@@ -258,7 +270,7 @@ def _is_vector(values: Tensor) -> bool:
 
 
 def _keep_half(kept: Tensor, new: Tensor, source: torch.Generator) -> Tensor:
-    """`new` with half of its numbers and both ends from `kept`; whole numbers are new, a permutation is one whole."""
+    """Return `new` with half of its numbers and both ends from `kept`; integers stay new: they may be permutations."""
     if not new.is_floating_point() or not new.dim():
         return new
     is_kept = torch.rand(new.shape, generator=source, device=new.device) < 0.5
@@ -271,7 +283,7 @@ def _row_rms(values: Tensor) -> Tensor:
 
 
 def _spread_values(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Rows of very different size, with outliers."""
+    """Scale rows to very different sizes, with outliers."""
     del is_first
     options: Any = {"generator": source, "device": values.device}
     powers = torch.randint(-WIDE_POWER, WIDE_POWER + 1, (*values.shape[:-1], 1), **options)
@@ -281,7 +293,7 @@ def _spread_values(values: Tensor, source: torch.Generator, *, is_first: bool) -
 
 
 def _correlate_columns(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Rows that share a direction, and a quarter of the columns, side by side, with most of the energy."""
+    """Let rows share a direction, and a quarter of the columns, adjacent ones, have most of the energy."""
     del is_first
     options: Any = {"generator": source, "device": values.device}
     width = values.shape[-1]
@@ -294,7 +306,7 @@ def _correlate_columns(values: Tensor, source: torch.Generator, *, is_first: boo
 
 
 def _shift_means(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Means several times larger than what the values differ by; of the first input, or products would only cancel."""
+    """Add a mean several times the spread of the values; only to the first input, or products would merely cancel."""
     del source
     if not is_first:
         return values
@@ -303,7 +315,7 @@ def _shift_means(values: Tensor, source: torch.Generator, *, is_first: bool) -> 
 
 
 def _plant_zeros(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Rows that are zero in all inputs, at least one of several, and zeros elsewhere."""
+    """Set the same rows to zero in all inputs, at least one of several, and single elements elsewhere."""
     del is_first
     device = values.device
     same_rows = torch.Generator(device).manual_seed(source.initial_seed())
@@ -315,13 +327,13 @@ def _plant_zeros(values: Tensor, source: torch.Generator, *, is_first: bool) -> 
 
 
 def _shrink_values(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Values so small that their squares count little."""
+    """Scale values down until their squares hardly matter."""
     del source, is_first
     return values * 2.0**TINY_POWER
 
 
 def _grow_first(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
-    """Values beyond what float16 holds; of the first input, or products would overflow."""
+    """Scale values beyond the range of float16; only of the first input, or products would overflow."""
     del source
     return values * 2.0**HUGE_POWER if is_first else values
 
@@ -337,15 +349,15 @@ _PATTERNS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def parse_shape(text: str) -> dict[str, int]:
-    """tokens=4096,width=2048 as a mapping; raises UserError."""
-    found: dict[str, int] = {}
+    """Parse a text such as tokens=4096,width=2048; raise UserError."""
+    sizes: dict[str, int] = {}
     for word in text.split(","):
         name, _, size = word.partition("=")
         try:
-            found[name.strip()] = int(size.strip().replace("_", ""))
+            sizes[name.strip()] = int(size.strip().replace("_", ""))
         except ValueError:
             raise _bad_shape(text) from None
-    return found
+    return sizes
 
 
 def _bad_shape(text: str) -> UserError:
