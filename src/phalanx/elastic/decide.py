@@ -430,9 +430,7 @@ def _is_of_training(decision: Decision, message: Message) -> bool:
 def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress, reported = _progress(message["progress"]), message.get("exceptions")
-    exceptions = (
-        {int(slot): _progress(progress_) for slot, progress_ in reported.items()} if reported else NO_EXCEPTIONS
-    )
+    exceptions = {int(slot): _progress(values) for slot, values in reported.items()} if reported else NO_EXCEPTIONS
     decision.touch_host(host.moved(decision.heard_s, progress, exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
