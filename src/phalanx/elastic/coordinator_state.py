@@ -79,7 +79,7 @@ class SavedState:
     membership: Membership | None = None
     pids: tuple[int, ...] = ()  # of the members' processes, by rank
     running: bool = False  # there is a membership, and the run is not over
-    forming: bool = False  # its members were not yet told to go
+    forming: bool = False  # its members have not been sent "go" yet
     go: Message | None = None  # the "go" message, the same for all members
     # By host, its part of the "go" message: the peers that take the replicas of its ranks.
     peers: Mapping[str, Message] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class CoordinatorState:
     before: Membership | None = None  # the membership before this one
     # With `alive` by host; not saved for the next coordinator.
     formed: tuple[Membership, Mapping[str, Mapping[int, int]]] | None = None
-    # Of the last membership that was told to go; not saved for the next coordinator.
+    # Of the last membership that was sent "go"; not saved for the next coordinator.
     peer_table: ReplicaTable | None = None
     # Unix time and clock when a membership was announced; not saved for the next coordinator.
     asked_at: tuple[float, float] | None = None

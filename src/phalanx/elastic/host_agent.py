@@ -143,7 +143,7 @@ class HostAgent:
         # Writes a step that only memory holds, when the run failed.
         self.rescue: Callable[[Message], None] | None = None
         self._reported_stop_requests = 0
-        # Of the newest membership, and of the newest that was told to go.
+        # Of the newest membership, and of the newest that was sent "go".
         self._generation = self._went = 0
         self._reported_ready = 0
         # Ends of processes that no coordinator has been notified of.
