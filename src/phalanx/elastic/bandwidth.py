@@ -55,8 +55,8 @@ def measure(
             channel = connect(
                 where, secret, {"role": ROLE, "host": host}, timeout_s=ANSWER_S, bind=bind, stall_s=STALL_S
             )
-        # No process listens there, or it does not share the secret.
         except OSError:
+            # No process listens there, or it does not share the secret.
             return None
         try:
             if channel.wait(ANSWER_S).get("kind") == "begin":

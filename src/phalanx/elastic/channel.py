@@ -280,8 +280,8 @@ class _Way:
         """Record the error that ended this direction."""
         if isinstance(error, ConnectionError):
             self.end = error
-        # An exception of a signal handler.
         else:
+            # An exception of a signal handler.
             self.end = Closed("the channel was interrupted in the middle of a frame")
 
 

@@ -243,8 +243,8 @@ class AgentConnections:
         heard.append((host, joined))
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
-        """True when another agent of that name is connected and active: the two would disconnect each
-        other for ever."""
+        """True when another agent of that name is connected and active: the two would disconnect each other for
+        ever."""
         old = self._channels.get(host)
         is_other = old is not None and old.peer.get("id") != channel.peer.get("id")
         speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))
@@ -267,8 +267,8 @@ class AgentConnections:
                 # Not `suppress`: this is done thousands of times a second.
                 try:
                     channel.send_frame(extend_frame(frame, shares[host]) if host in shares else frame)
-                # Closed is an OSError.
                 except (OSError, TimeoutError):
+                    # Closed is an OSError.
                     continue
 
     def drain(self) -> None:
@@ -284,7 +284,7 @@ if __name__ == "__main__":
     except PhalanxError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    # The run folder was deleted while this process ran.
     except FileNotFoundError as error:
+        # The run folder was deleted while this process ran.
         print(f"the run is gone: {Path(str(error.filename)).name}", file=sys.stderr)
         sys.exit(3)

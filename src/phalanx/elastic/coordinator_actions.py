@@ -239,8 +239,8 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
 
 
 def set_aside_text(run: Run, *, after: int) -> str:
-    """Set the checkpoints of more than `after` steps aside and return a text that names them; "" when
-    there are none."""
+    """Set the checkpoints of more than `after` steps aside and return a text that names them; "" when there are
+    none."""
     set_untrusted_aside(run, after=after)
     steps, root = untrusted_steps(run, after=after), run.checkpoints
     if not steps:

@@ -32,8 +32,8 @@ class CoordinatorMemory:
         self._members_file = ""
 
     def save(self, saved: SavedState, address: Address, *, term: int) -> None:
-        """Write the state and the address where this coordinator listens; the members' file only where it
-        has changed."""
+        """Write the state and the address where this coordinator listens; the members' file only where it has
+        changed."""
         members = (saved.membership, saved.pids, saved.peers)
         if not self._members or any(
             value is not written for value, written in zip(members, self._members, strict=True)

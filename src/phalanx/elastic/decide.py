@@ -263,8 +263,8 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
-    """Compare a host's processes with the membership: find those that ended meanwhile, and repeat messages
-    it missed."""
+    """Compare a host's processes with the membership: find those that ended meanwhile, and repeat messages it
+    missed."""
     state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
     state.arrived_s = decision.now_s
     # Before any membership is formed with these slots.
@@ -301,8 +301,8 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
         return
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
-    # A process that already has a rank keeps it.
     elif saved.forming:
+        # A process that already has a rank keeps it.
         for slot in ranks:
             decision.send(host.name, {"kind": "seat", "epoch": saved.generation, "slot": slot})
 

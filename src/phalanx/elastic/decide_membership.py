@@ -121,8 +121,8 @@ def form(decision: Decision, reason: str) -> bool:
 
 
 def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
-    """Return the processes by host with which this coordinator formed the present membership, if no rank
-    moved since."""
+    """Return the processes by host with which this coordinator formed the present membership, if no rank moved
+    since."""
     formed = state.formed
     return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
 
@@ -206,8 +206,8 @@ def _replace_lost_slots(state: CoordinatorState, before: Membership, generation:
         host = usable.get(name)
         if host is None:
             lost.update(before.ranks_on(name).values())
-        # Otherwise every rank here has the process that it began with.
         elif host.alive is not formed_with.get(name):
+            # Otherwise every rank here has the process that it began with.
             lost.update(rank for slot, rank in before.ranks_on(name).items() if slot not in host.alive)
     if not lost:
         # Every slot has a process again: the usual case.
@@ -378,8 +378,8 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
 
 
 def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) -> dict[int, str]:
-    """Return the collectives in which ranks were when they left the membership before; of many, the rarest
-    ones first."""
+    """Return the collectives in which ranks were when they left the membership before; of many, the rarest ones
+    first."""
     before, reported = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
     # Ranks that reported by themselves.
     own_reports = defaultdict[str, list[int]](list)

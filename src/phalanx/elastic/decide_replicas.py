@@ -1,7 +1,7 @@
-"""Decisions about a lost model replica: leave it out, build it again, and let it rejoin, without stopping the others.
+"""A lost model replica is left out, built anew beside the others, and taken in again; nobody else is interrupted.
 
-Only where the job allows it (`fault.on_loss`), and only within a membership: each change of the present replicas is
-a numbered round of the same generation. Cases that this cannot handle are left to a new membership.
+Only where the job allows it (`fault.on_loss`), and only within a membership: each change of who is present is a
+numbered round of the same generation. Whatever this cannot deal with is for a new membership to rebuild.
 """
 
 from __future__ import annotations
@@ -15,85 +15,78 @@ from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
 
-# Between orders to end the remaining processes of a replica.
-CLEAR_S = 2.0
-# Without slots for a lost replica for so long, the job shrinks and the others take its sequences.
-SHORT_S = 10.0
-# Beyond comm.init_timeout_s, for a replica to be built.
-MARGIN_S = 10.0
+CLEAR_S = 2.0  # between orders to end what is left of a replica
+SHORT_S = 10.0  # without slots for a lost replica, after which the job shrinks and the others take its sequences
+MARGIN_S = 10.0  # beyond comm.init_timeout_s, for a replica to be built
 
 
 def model_replicas(state: CoordinatorState) -> ModelReplicas | None:
-    """Return the replicas of the present membership, where lost ones are left out; None where all ranks
-    are restored."""
+    """The replicas of the present membership, where lost ones are left out; None where everything is rebuilt."""
     if state.job.fault.on_loss != "leave-out" or state.saved.membership is None:
         return None
-    replicas = ModelReplicas.of(state.saved.membership.layout)
-    return replicas if replicas.count > 1 else None
+    found = ModelReplicas.of(state.saved.membership.layout)
+    return found if found.count > 1 else None
 
 
 def is_absent(state: CoordinatorState, rank: int) -> bool:
-    """True when a rank belongs to a replica that is left out at present."""
+    """Whether a rank belongs to a replica that is left out at present."""
     if not state.saved.absent:
         return False
-    replicas = model_replicas(state)
-    return replicas is not None and replicas.place(rank)[0] in state.saved.absent
+    found = model_replicas(state)
+    return found is not None and found.place(rank)[0] in state.saved.absent
 
 
 def num_present(state: CoordinatorState) -> int:
-    """Return the number of ranks that train: all but those of replicas that are left out."""
+    """Ranks that train: all but those of replicas that are left out."""
     world = state.membership.world
-    replicas = model_replicas(state) if state.saved.absent else None
-    return world - replicas.size * len(state.saved.absent) if replicas is not None else world
+    found = model_replicas(state) if state.saved.absent else None
+    return world - found.size * len(state.saved.absent) if found is not None else world
 
 
 def only_newcomer_missing(state: CoordinatorState) -> bool:
-    """True when all ranks have left their loop except a replica that rejoined at their last step.
+    """Whether all came out of their loop but a replica that was taken in when they were at their last step.
 
-    It waits to be connected, and no rank is left to connect to.
+    It waits to be connected, and nobody is left to connect to.
     """
-    replicas, newcomer = model_replicas(state), state.newcomer
-    if replicas is None or newcomer is None or len(state.left) < num_present(state) - replicas.size:
+    found, newcomer = model_replicas(state), state.newcomer
+    if found is None or newcomer is None or len(state.left) < num_present(state) - found.size:
         return False
     missing = (rank for rank in range(state.membership.world) if rank not in state.left and not is_absent(state, rank))
-    return all(replicas.place(rank)[0] == newcomer for rank in missing)
+    return all(found.place(rank)[0] == newcomer for rank in missing)
 
 
 def replicas_to_leave_out(state: CoordinatorState) -> set[int] | None:
-    """Return the replicas of all ranks that failed; None where leaving them out is not possible."""
-    replicas, saved = model_replicas(state), state.saved
-    if replicas is None or saved.forming or saved.go is None or state.stop_requests:
+    """The replicas of all ranks that failed; None where leaving them out is no way on."""
+    found, saved = model_replicas(state), state.saved
+    if found is None or saved.forming or saved.go is None or state.stop_requests:
         return None
-    if any(message.get("state") for message in state.left.values()):
-        # Some have finished already, and cannot be connected again.
+    if any(one.get("state") for one in state.left.values()):
+        return None  # some are at their end already, and cannot be connected anew
+    if any(one.is_user or one.kind in UNCLEAR for one in state.failures.values()):
         return None
-    if any(failure.is_user or failure.kind in UNCLEAR for failure in state.failures.values()):
-        return None
-    lost = {replicas.place(rank)[0] for rank in state.failures}
+    lost = {found.place(rank)[0] for rank in state.failures}
     gone = lost | set(saved.absent)
-    # One at a time: with a second one lost, all ranks are restored.
-    if len(gone) > 1 or len(gone) == replicas.count:
+    # One at a time: with a second one lost, everything is rebuilt.
+    if len(gone) > 1 or len(gone) == found.count:
         return None
-    came_out = {replicas.place(rank)[0] for rank, message in state.left.items() if not message.get("state")}
-    # Otherwise a rank of another replica gave up, and its state is gone.
-    return lost if came_out <= gone else None
+    came_out = {found.place(rank)[0] for rank, one in state.left.items() if not one.get("state")}
+    return lost if came_out <= gone else None  # else somebody else gave up, and kept nothing
 
 
 def leave_out(decision: Decision, lost: Iterable[int]) -> None:
-    """Let the others train on without these replicas; they repeat the step that they were in."""
-    state, saved, replicas = decision.state, decision.state.saved, model_replicas(decision.state)
-    assert replicas is not None
+    """The others go on without these replicas, and repeat the step that they were in."""
+    state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
+    assert found is not None
     lost = set(lost)
-    left_messages = {rank: message for rank, message in state.left.items() if replicas.place(rank)[0] not in lost}
+    left = {rank: one for rank, one in state.left.items() if found.place(rank)[0] not in lost}
     decision.forget_failures()
-    state.left = FrozenMap[int, Message]().update(left_messages)
-    state.left_s = decision.now_s if left_messages else None
+    state.left = FrozenMap[int, Message]().update(left)
+    state.left_s = decision.now_s if left else None
     for replica in lost:
         state.rejoining = state.rejoining.drop(replica)
     new = sorted(lost - set(saved.absent))
     if not new:
-        # A replica that was being built: no other waits for it.
-        return
+        return  # one that was being built: nobody waits for it
     state.newcomer = None
     decision.save(absent=tuple(sorted({*saved.absent, *new})), round=saved.round + 1)
     for replica in new:
@@ -102,48 +95,45 @@ def leave_out(decision: Decision, lost: Iterable[int]) -> None:
 
 
 def rejoin_replicas(decision: Decision) -> None:
-    """Advance every replica that is left out on its way back: ended, started, connected, built, present."""
-    state, replicas = decision.state, model_replicas(decision.state)
-    if replicas is None or state.stop_requests or state.regrow_asked:
-        # The others are about to leave.
-        return
+    """Take every replica that is left out a step further on its way back: ended, started, connected, built, present."""
+    state, found = decision.state, model_replicas(decision.state)
+    if found is None or state.stop_requests or state.regrow_asked:
+        return  # the others are about to leave
     for replica in state.saved.absent:
-        rejoining = state.rejoining.get(replica)
-        if rejoining is None:
-            _start_again(decision, replicas, replica)
-        elif decision.now_s - rejoining.asked_s > state.job.comm.init_timeout_s + MARGIN_S:
+        coming = state.rejoining.get(replica)
+        if coming is None:
+            _start_again(decision, found, replica)
+        elif decision.now_s - coming.asked_s > state.job.comm.init_timeout_s + MARGIN_S:
             state.rejoining = state.rejoining.drop(replica)
-            _end_processes(decision, replicas, replica)
-        elif not rejoining.went and _are_ready(state, replicas, replica):
-            _tell_go(decision, replicas, replica)
-        elif rejoining.went and rejoining.built.issuperset(replicas.ranks(replica)) and not state.unconnected:
-            # Otherwise some would wait in this round, and others in the next.
-            _take_in(decision, replica)
+            _end_processes(decision, found, replica)
+        elif not coming.went and _are_ready(state, found, replica):
+            _tell_go(decision, found, replica)
+        elif coming.went and coming.built.issuperset(found.ranks(replica)) and not state.unconnected:
+            _take_in(decision, replica)  # else some would wait in this round, and others in the next
 
 
 def on_built(decision: Decision, rank: int) -> None:
-    """Note that a rank of a replica that was left out has built its part."""
-    state, replicas = decision.state, model_replicas(decision.state)
-    rejoining = state.rejoining.get(replicas.place(rank)[0]) if replicas is not None else None
-    if replicas is not None and rejoining is not None and rejoining.went:
-        updated = RejoiningReplica(asked_s=rejoining.asked_s, went=True, built=rejoining.built | {rank})
-        state.rejoining = state.rejoining.set(replicas.place(rank)[0], updated)
+    """A rank of a replica that was left out has built its part."""
+    state, found = decision.state, model_replicas(decision.state)
+    coming = state.rejoining.get(found.place(rank)[0]) if found is not None else None
+    if found is not None and coming is not None and coming.went:
+        made = RejoiningReplica(asked_s=coming.asked_s, went=True, built=coming.built | {rank})
+        state.rejoining = state.rejoining.set(found.place(rank)[0], made)
 
 
 def on_connected(decision: Decision, rank: int, number: int) -> None:
-    """Note that a replica is connected to the others of a round."""
-    state, replicas = decision.state, model_replicas(decision.state)
-    if replicas is not None and number == state.saved.round:
-        state.unconnected = state.unconnected - {replicas.place(rank)[0]}
+    """A replica is connected to the others of a round."""
+    state, found = decision.state, model_replicas(decision.state)
+    if found is not None and number == state.saved.round:
+        state.unconnected = state.unconnected - {found.place(rank)[0]}
 
 
 def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None:
-    """Assign new processes to the replica's ranks, as soon as there is one in each of its slots, or in spare ones."""
+    """New processes take the replica's ranks, as soon as there is one in each of its slots, or in spare ones."""
     state = decision.state
     places = {rank: state.membership.slots[rank] for rank in found.ranks(replica)}
     if any(state.pid_at(place) == state.saved.pids[rank] for rank, place in places.items()):
-        # They wait for the lost rank, and hold nothing that is needed.
-        _end_processes(decision, found, replica)
+        _end_processes(decision, found, replica)  # they wait for the lost one, and hold nothing that is needed
         return
     lost = [rank for rank, place in places.items() if not state.is_usable(place)]
     if lost:
@@ -163,14 +153,13 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
     state.rejoining = state.rejoining.set(replica, RejoiningReplica(asked_s=decision.now_s))
     decision.save(pids=tuple(pids))
     members = [
-        {"rank": rank, "host": place.host, "slot": place.slot, "pid": pids[rank]}
-        for rank, place in sorted(places.items())
+        {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]} for rank, one in sorted(places.items())
     ]
     decision.record("members", members=members)
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         generation, membership, host = state.saved.generation, state.membership, state.hosts[name]
         share = membership.share_of(name)
-        # A host that joined after this generation began gets the membership; one that knows it ignores the message.
+        # It joined after this generation began; one that knows it takes no notice.
         if host.announced_generation < generation:
             decision.send(name, {"kind": "form", **membership.summary(), **share})
         decision.set_host(host.changed(ready=None, is_ready=False))
@@ -181,11 +170,9 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
 def _spare_slots(
     state: CoordinatorState, places: dict[int, HostSlot], lost: Sequence[int]
 ) -> dict[int, HostSlot] | None:
-    """Return slots for lost ranks: with a process and no rank, on as few hosts as possible; None where too few are
-    free."""
+    """Where lost ranks can go: slots with a process and no rank, on as few hosts as can be; None without enough."""
     membership = state.membership
-    # Checked first, so that not every slot is visited at every tick.
-    if state.num_usable < membership.world:
+    if state.num_usable < membership.world:  # without looking at every slot at every tick
         return None
     spare: dict[str, list[HostSlot]] = {}
     for place in state.living_slots():
@@ -199,24 +186,22 @@ def _spare_slots(
 
 
 def _move_ranks(decision: Decision, places: dict[int, HostSlot]) -> None:
-    """Move ranks of a replica that is left out to other slots; no other host is notified before the next generation."""
+    """Ranks of a replica that is left out get other slots; nobody else is concerned before the next generation."""
     state, before = decision.state, decision.state.membership
     slots = tuple(places.get(rank, place) for rank, place in enumerate(before.slots))
     membership = Membership(generation=before.generation, layout=before.layout, slots=slots)
     decision.save(membership=membership)
-    # Hosts know the membership as it was: the next one is sent to each in full.
+    # Hosts know the membership as it was: the next one is told to each in full.
     state.hosts = state.hosts.mapped(lambda host: host.changed(announced_generation=0))
 
 
 def _shrink_instead(decision: Decision) -> None:
-    """Shrink the job after a while without slots for the replica, where it may, so that it learns from
-    whole batches."""
+    """There are no slots for the replica: after a while the job shrinks, where it may, to learn from whole batches."""
     state, membership = decision.state, decision.state.membership
     state.short_s = decision.now_s if state.short_s is None else state.short_s
     if decision.now_s - state.short_s < SHORT_S or state.job.fault.recovery != "auto":
         return
-    # Computed again only after the same time: it visits every slot.
-    state.short_s = decision.now_s
+    state.short_s = decision.now_s  # asked again only after as long: the answer takes a look at every slot
     smaller = next_membership(
         generation=state.saved.generation + 1,
         planned=state.settings.layout_at(state.saved.step),
@@ -247,24 +232,24 @@ def _is_old(state: CoordinatorState, host: str, slot: int) -> bool:
 
 
 def _slots_by_host(state: CoordinatorState, ranks: Sequence[int]) -> dict[str, list[int]]:
-    slots_of: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for rank in ranks:
         place = state.membership.slots[rank]
         if place.host in state.hosts:
-            slots_of.setdefault(place.host, []).append(place.slot)
-    return slots_of
+            found.setdefault(place.host, []).append(place.slot)
+    return found
 
 
 def _are_ready(state: CoordinatorState, found: ModelReplicas, replica: int) -> bool:
     hosts = _slots_by_host(state, found.ranks(replica))
     return all(
-        (ready := state.hosts[name].ready) is not None and all(str(slot) in ready["ports"] for slot in slots)
+        (told := state.hosts[name].ready) is not None and all(str(slot) in told["ports"] for slot in slots)
         for name, slots in hosts.items()
     )
 
 
 def replica_store(state: CoordinatorState, found: ModelReplicas, replica: int) -> list[object]:
-    """Return address and port where the ranks of a replica meet: its first rank listens there."""
+    """Where the ranks of a replica meet: its first rank listens there."""
     place = state.membership.slots[found.rank(replica, 0)]
     host = state.hosts[place.host]
     assert host.ready is not None
@@ -273,41 +258,41 @@ def replica_store(state: CoordinatorState, found: ModelReplicas, replica: int) -
 
 def _tell_go(decision: Decision, found: ModelReplicas, replica: int) -> None:
     state = decision.state
-    rejoining = state.rejoining[replica]
-    updated = RejoiningReplica(asked_s=rejoining.asked_s, went=True)
-    state.rejoining = state.rejoining.set(replica, updated)
+    coming = state.rejoining[replica]
+    made = RejoiningReplica(asked_s=coming.asked_s, went=True)
+    state.rejoining = state.rejoining.set(replica, made)
     where = replica_store(state, found, replica)
     go = {
         "kind": "go",
         "epoch": state.saved.generation,
         "late": True,
         "store": where,
-        "stores": [where if index == replica else None for index in range(found.count)],
+        "stores": [where if one == replica else None for one in range(found.count)],
         "went_s": state.saved.went_s,
     }
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         decision.send(name, {**go, "slots": slots})
-    # From now on rounds may meet at its store.
+    # Its store is where rounds may meet from now on.
     stores = [*(state.saved.go or {}).get("stores", ())]
     stores[replica] = where
     decision.save(go={**(state.saved.go or {}), "stores": stores})
 
 
 def _take_in(decision: Decision, replica: int) -> None:
-    """Let a replica that is built rejoin the others at the end of their present step."""
+    """The replica is built: from the end of the step that the others are in it is one of them."""
     state, saved = decision.state, decision.state.saved
     state.rejoining, state.newcomer = state.rejoining.drop(replica), replica
-    absent = tuple(absent_replica for absent_replica in saved.absent if absent_replica != replica)
+    absent = tuple(one for one in saved.absent if one != replica)
     decision.save(absent=absent, round=saved.round + 1)
     decision.record("replica", replica=replica, state="rejoined", round=state.saved.round, step=saved.step)
     _tell_round(decision, is_urgent=False, newcomer=replica)
 
 
 def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> None:
-    """Send every host the present replicas; they meet at the first of those that was already present."""
-    state, saved, replicas = decision.state, decision.state.saved, model_replicas(decision.state)
-    assert replicas is not None
-    present = [replica for replica in range(replicas.count) if replica not in saved.absent]
+    """Tell every host who is present; they meet where the first of those is that was there before."""
+    state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
+    assert found is not None
+    present = [replica for replica in range(found.count) if replica not in saved.absent]
     first = next(replica for replica in present if replica != newcomer)
     state.unconnected = frozenset(present)
     stores = (saved.go or {})["stores"]

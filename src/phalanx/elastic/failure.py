@@ -127,8 +127,8 @@ def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None
     try:
         run.error(rank).parent.mkdir(exist_ok=True)
         replace_text(run.error(rank), json.dumps(asdict(failure), ensure_ascii=False) + "\n")
-    # A full disk: the log still has the traceback.
     except OSError:
+        # A full disk: the log still has the traceback.
         pass
 
 

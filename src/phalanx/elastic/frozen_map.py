@@ -90,8 +90,8 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         )
 
     def draft(self) -> FrozenMap[K, V]:
-        """Return a copy that may be changed with `put`, as long as only its maker has it: many changes
-        cost one copy."""
+        """Return a copy that may be changed with `put`, as long as only its maker has it: many changes cost one
+        copy."""
         return self._made(list(self._buckets), self._count)
 
     def put(self, key: K, value: V) -> None:

@@ -155,8 +155,8 @@ def tell_nccl() -> None:
 
 
 def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
-    """Return the NCCL that a process started with `environ` would use; a Problem where such a process does
-    not start."""
+    """Return the NCCL that a process started with `environ` would use; a Problem where such a process does not
+    start."""
     where = f"{PRELOAD}={environ[PRELOAD]}" if environ.get(PRELOAD) else "NCCL"
     try:
         done = subprocess.run(

@@ -61,8 +61,8 @@ def encode(message: Message) -> bytes:
     """Encode a message as compact JSON."""
     try:
         return orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS)
-    # orjson refuses whole numbers of more than 64 bits.
     except TypeError:
+        # orjson refuses whole numbers of more than 64 bits.
         return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -109,8 +109,8 @@ def read_opening(text: bytes) -> tuple[int, bytes]:
 
 
 def keyed_digest(key: bytes, text: bytes, digest_bytes: int = MAC_BYTES) -> bytes:
-    """Return the MAC of a text; MACs of different sizes are unrelated, the shorter is not the beginning of
-    the longer."""
+    """Return the MAC of a text; MACs of different sizes are unrelated, the shorter is not the beginning of the
+    longer."""
     return blake2b(text, digest_size=digest_bytes, key=key).digest()
 
 

@@ -151,8 +151,8 @@ class HostAgent:
         self._over: int | None = None
 
     def begin(self) -> None:
-        """Start a coordinator if this is the first host; called before torch is imported, so that it
-        starts meanwhile."""
+        """Start a coordinator if this is the first host; called before torch is imported, so that it starts
+        meanwhile."""
         if self._order[0] == self.host:
             self._spawn_coordinator()
 

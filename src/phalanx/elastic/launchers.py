@@ -48,8 +48,8 @@ class RankPlace:
     derived: bool = False
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that torch and the trainer read; the local ones only where the launcher
-        provides them."""
+        """Return the variables that torch and the trainer read; the local ones only where the launcher provides
+        them."""
         variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         if self.local_rank is not None:
             variables["LOCAL_RANK"] = self.local_rank
@@ -362,8 +362,8 @@ def _sound(claim: _Claim) -> _Claim:
 
 
 def _explicit(environ: Mapping[str, str], claim: _Claim | None) -> RankPlace:
-    """Return the rank from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun, a Kubernetes operator or a
-    script sets them."""
+    """Return the rank from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun, a Kubernetes operator or a script sets
+    them."""
     rank, world = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     if rank >= world:
         raise mistake(

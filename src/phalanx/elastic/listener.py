@@ -107,11 +107,11 @@ class Listener:
                 sock, _ = self._sock.accept()
             except BlockingIOError:
                 return
-            # The client has disconnected again.
             except ConnectionError:
+                # The client has disconnected again.
                 continue
-            # Out of descriptors or memory: unproven connections are the first to be dropped.
             except OSError:
+                # Out of descriptors or memory: unproven connections are the first to be dropped.
                 self._drop_oldest(keep=len(self._guests) // 2)
                 return
             self._drop_oldest(keep=self._half_open - 1)
@@ -173,8 +173,8 @@ class _Guest:
         self._said = b""
 
     def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
-        """Return a channel once the client has proved itself, None while bytes are missing; raises Closed
-        or Refused."""
+        """Return a channel once the client has proved itself, None while bytes are missing; raises Closed or
+        Refused."""
         # Read at once: an honest client sends nothing after its hello before the answer.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
         if len(self._said) < OPENING.size:

@@ -211,8 +211,8 @@ def is_coordinated(run: Run) -> bool:
     """True when a coordinator holds its lease now."""
     try:
         return open_election(elected_by(run), run).is_held()
-    # Then no process of that launch can have a coordinator either.
     except ElectionUnavailable:
+        # Then no process of that launch can have a coordinator either.
         return False
 
 
@@ -257,8 +257,8 @@ class Fleet:
         return self._run.status().get("state") in ENDED
 
     def terminate(self, first: int, count: int) -> None:
-        """Pass the n-th request on; the second as another signal, because two pending signals of a kind
-        count as one."""
+        """Pass the n-th request on; the second as another signal, because two pending signals of a kind count as
+        one."""
         numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
         self._stop_requested = True
         self._due_s.clear()
@@ -273,8 +273,8 @@ class Fleet:
                 process.wait()
 
     def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
-        """Start the agent in a separate session: Ctrl-C in the terminal reaches only this process, which
-        passes it on."""
+        """Start the agent in a separate session: Ctrl-C in the terminal reaches only this process, which passes it
+        on."""
         self._started_s[host.name] = time.monotonic()
         words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
         words += [json.dumps(asdict(host.task))] if host.task is not None else []

@@ -119,8 +119,8 @@ def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = Fal
             why="; ".join(machine.notes) or "every rank needs its own device",
             fix="check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job",
         )
-    # Spare ranks use no memory until they replace another one.
     elif count:
+        # Spare ranks use no memory until they replace another one.
         share = -(-min(slots, plan.layout.devices) // count)
     for gpu in machine.gpus[:slots]:
         where = f"{machine.hostname}, GPU {gpu.index}"

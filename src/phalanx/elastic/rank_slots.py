@@ -81,8 +81,8 @@ class Slot:
 
 
 class RankSlots:
-    """The slots of a host. `say` sends to the coordinator, `forget` closes in a child what belongs to the
-    agent alone."""
+    """The slots of a host. `say` sends to the coordinator, `forget` closes in a child what belongs to the agent
+    alone."""
 
     def __init__(
         self,

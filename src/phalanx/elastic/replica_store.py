@@ -119,8 +119,8 @@ class MemorySegment:
         return self.view()
 
     def view(self) -> memoryview:
-        """Return all of its bytes. The mapping is reused: faulting pages in again costs more than the copy
-        into them."""
+        """Return all of its bytes. The mapping is reused: faulting pages in again costs more than the copy into
+        them."""
         size_bytes = self.size_bytes
         if self._map is None or len(self._map) < size_bytes:
             self._map = mmap.mmap(self._descriptor, size_bytes)

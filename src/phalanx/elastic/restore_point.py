@@ -77,8 +77,8 @@ Sightings = dict[int, list[ReplicaPlace]]  # places by rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestorePoint:
-    """A step that memory holds for every rank: for each rank that wrote it, the places of its copies, the
-    best first."""
+    """A step that memory holds for every rank: for each rank that wrote it, the places of its copies, the best
+    first."""
 
     generation: int
     step: int

@@ -50,8 +50,8 @@ class Intake:
         return taken
 
     def take_frames(self) -> Iterable[tuple[bytes, bytes, bytes]]:
-        """Read once and return every complete frame as (signed bytes, message, MAC); the rest waits for
-        the next call."""
+        """Read once and return every complete frame as (signed bytes, message, MAC); the rest waits for the next
+        call."""
         read = receive_some(self._sock, READ_BYTES)
         # Nearly always it is exactly one complete frame.
         if not self._part and len(read) > PREFIX_BYTES:

@@ -316,8 +316,8 @@ def interface_of(address: str) -> str | None:
         return _interface_of_6(socket.inet_pton(socket.AF_INET6, address).hex())
     try:
         wanted = socket.inet_aton(socket.gethostbyname(address))
-    # No such name; binding the address raises the error.
     except OSError:
+        # No such name; binding the address raises the error.
         return None
     if wanted[0] == 127:
         return "lo"

@@ -147,8 +147,8 @@ def drill_key(path: Path) -> bytes:
         raise SystemFailure(
             Problem(where=str(path), what=what, fix="set XDG_CONFIG_HOME to a writable folder")
         ) from None
-    # Another drill made it at the same time.
     except UserError:
+        # Another drill made it at the same time.
         pass
     return read_secret(path)
 

@@ -296,8 +296,8 @@ def damage_checkpoint(run: Run, step: int, *, how: str, seed: int) -> str:
     """Damage one file of the checkpoint of a step; returns a description, or "" when the checkpoint does not exist."""
     try:
         return _damage(run, step, how=how, seed=seed)
-    # The checkpoint was pruned at the same time.
     except (OSError, StopIteration):
+        # The checkpoint was pruned at the same time.
         return ""
 
 

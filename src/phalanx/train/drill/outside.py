@@ -92,8 +92,8 @@ def play_drill(drill: OutsideDrill, stage: OutsideStage) -> OutsideVerdict:
     began_s = time.monotonic()
     try:
         finding = drill.play(stage)
-    # The error concerns this drill alone: the others still run.
     except PhalanxError as error:
+        # The error concerns this drill alone: the others still run.
         finding = OutsideFinding(ok=False, judged=False, reason=str(error).splitlines()[0])
     return OutsideVerdict(
         name=drill.name,

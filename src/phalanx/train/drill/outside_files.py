@@ -237,8 +237,8 @@ def _exported_bits(stage: OutsideStage) -> OutsideFinding:
         flip_bit(path, draw)
         try:
             is_noticed = bool(verify_checksums(out, fix="")[1])
-        # SHA256SUMS itself can no longer be read.
         except PhalanxError:
+            # SHA256SUMS itself can no longer be read.
             is_noticed = True
         if not is_noticed:
             unseen.append(path.name)

@@ -107,8 +107,8 @@ class ReplicaPresence:
 
 
 def left_out_ranks(history: DrillHistory, presence: ReplicaPresence) -> dict[str, list[int]]:
-    """Return, by step of the chain, the ranks that it was done without; in a replay they learn nothing
-    from it either."""
+    """Return, by step of the chain, the ranks that it was done without; in a replay they learn nothing from it
+    either."""
     return {
         str(execution.step): sorted(
             rank for replica in out for rank in presence.replicas[execution.generation].ranks(replica)
