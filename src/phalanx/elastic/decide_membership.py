@@ -281,7 +281,7 @@ def _record_replacement(decision: Decision, failure: Failure, place: HostSlot, *
 
 
 def _form_without(decision: Decision, unfit: Sequence[str]) -> None:
-    """Form a membership without bad hosts that were found before any member was let go: not an incident."""
+    """Form again without members on hosts that were found bad before the start: no rank failed, so no incident."""
     state, membership = decision.state, decision.state.membership
     state.unfit_s = state.unfit_s or decision.now_s
     noun = "host" if len(unfit) == 1 else "hosts"

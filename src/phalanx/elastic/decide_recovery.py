@@ -288,7 +288,7 @@ def _roll_back(decision: Decision, message: Message) -> None:
 
 
 def find_hung_rank(decision: Decision) -> None:
-    """When nothing moves, ask all ranks for their stacks, and kill the one that does not wait for others."""
+    """Ask all ranks for their stacks when none makes progress, and kill the one that does not wait for others."""
     state = decision.state
     if decision.now_s - state.killed_s < ANSWER_S:
         return

@@ -1,6 +1,6 @@
 """Checks between ranks and their GPUs: shared GPUs, NCCL's version, preloaded libraries, MPS, and free memory.
 
-They find more ranks than GPUs without a word about it, an NCCL that is too old for that, preloaded libraries that
+They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that
 do not load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the
 agents run these checks before torch is loaded. Questions to a library itself are answered in a separate process, or
 by a rank, which has loaded it.

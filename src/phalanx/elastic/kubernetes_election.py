@@ -83,7 +83,7 @@ class KubernetesElection:
                 return True
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """True when the holder renews within the lease duration it wrote, which is at least this process's own."""
+        """True when the holder renews within the lease duration it wrote, or this process's if longer."""
         lease_s = max(self.lease_clock.lease_s, float(found["spec"].get("leaseDurationSeconds") or 0))
         version, until_s = _version(found), self.lease_clock.now() + lease_s
         while self.lease_clock.now() < until_s:

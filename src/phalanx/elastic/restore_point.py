@@ -224,7 +224,7 @@ def find_whole_step(
     entries: dict[tuple[int, int, int], list[tuple[Any, Any]]] = defaultdict(list)
     for generation, step, world, ranks, writers in held_steps:
         entries[int(generation), int(step), int(world)].append((ranks, writers))
-    # Nearly always the first one is complete: this saves work while all hosts wait.
+    # Nearly always the first one is complete, and the ranges of the others are never decoded.
     for generation, step, world in sorted(entries, reverse=True):
         if (lineage is not None and not lineage.allows(generation, step)) or (at_most is not None and step > at_most):
             continue
