@@ -1,9 +1,9 @@
 """The coordinator process, `python -m phalanx.elastic.coordinator RUN ADDRESS PARENT [PIPE [ELECTION [WATCHED]]]`.
 
-It decides which hosts and ranks take part. One per run: the process that holds the newest term (election.py). An
-agent starts it, and another agent starts the next one when it is gone or frozen. Its state is in
-`coordinator.json`: ranks train on while there is no coordinator, and the next one takes over. It writes the address
-where it listens into the pipe of the agent that started it (-1: none). Imports no torch.
+It decides which hosts and ranks take part. One per run: the process that holds the newest term (election.py). An agent
+starts it, and another agent starts the next one when it is gone or frozen. Its state is in `coordinator.json`: ranks
+train on while there is no coordinator, and the next one takes over. It writes the address where it listens into the
+pipe of the agent that started it (-1: none). Imports no torch.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ def rest_s(num_hosts: int) -> float:
     """Return the seconds to pause while all train: heartbeats that arrive meanwhile are processed together, at less
     cost.
 
-    A failure is noticed that much later; the more hosts there are, the smaller that is against the time of a
-    recovery.
+    A failure is noticed that much later; the more hosts there are, the smaller that is against the time of a recovery.
 
     >>> [rest_s(hosts) for hosts in (2, 1024, 16384)]
     [0.01, 0.03125, 0.05]

@@ -21,9 +21,8 @@ Address = tuple[str, int]
 class CoordinatorMemory:
     """Reads and writes that state: the holder of the newest term writes it, the holder of the next term reads it.
 
-    The assignment of ranks changes only with the membership, and is in a separate file (two in turn, so that a
-    process that dies in between leaves a matching pair): what is written every second is small for any number of
-    ranks.
+    The assignment of ranks changes only with the membership, and is in a separate file (two in turn, so that a process
+    that dies in between leaves a matching pair): what is written every second is small for any number of ranks.
     """
 
     def __init__(self, run: Run, *, started_s: float) -> None:

@@ -1,7 +1,7 @@
 """The values that `decide` works on: the coordinator's state, its inputs, and its actions.
 
-Every value in a `CoordinatorState` is immutable, so that a copy of its fields is a copy of the state: a message
-costs the same whether the run has 4 hosts or 16,384.
+Every value in a `CoordinatorState` is immutable, so that a copy of its fields is a copy of the state: a message costs
+the same whether the run has 4 hosts or 16,384.
 """
 
 from __future__ import annotations

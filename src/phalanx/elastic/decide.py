@@ -1,8 +1,8 @@
 """All decisions of the coordinator: `decide(state, message) -> (state, actions)`, a pure function.
 
-No clock, no disk, no socket: a test can play any situation, in any order of messages. A run waits for its hosts,
-forms a membership (its members are asked, not all have answered), trains, or is over. Messages of agents only
-update the state; actions are decided when the clock ticks, up to a hundred times a second.
+No clock, no disk, no socket: a test can play any situation, in any order of messages. A run waits for its hosts, forms
+a membership (its members are asked, not all have answered), trains, or is over. Messages of agents only update the
+state; actions are decided when the clock ticks, up to a hundred times a second.
 """
 
 from __future__ import annotations

@@ -182,8 +182,7 @@ def tell(
 ) -> str:
     """Return the one message about a failed run: first failing rank, step, cause, meaning, and remedy.
 
-    `host` is the rank's host, left out on this machine. Checkpoints of more steps than `at_most` are not to be
-    trusted.
+    `host` is the rank's host, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
     """
     rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
     checkpoint_text = (

@@ -1,9 +1,9 @@
 """Checks between ranks and their GPUs: shared GPUs, NCCL's version, preloaded libraries, MPS, and free memory.
 
-They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that
-do not load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the
-agents run these checks before torch is loaded. Questions to a library itself are answered in a separate process, or
-by a rank, which has loaded it.
+They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that do not
+load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the agents run
+these checks before torch is loaded. Questions to a library itself are answered in a separate process, or by a rank,
+which has loaded it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: 
     """Return True when some ranks share a GPU. Every rank passes its own; all raise where more share one than
     `allowed`.
 
-    Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions
-    to the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
+    Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions to
+    the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
     """
     name = hashlib.sha256(gpu.encode()).hexdigest()[:32]
     count = store.add(f"gpu/{name}", 1)

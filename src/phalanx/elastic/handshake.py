@@ -4,10 +4,10 @@
     client -> server   magic, size, nonce_c, hello, MAC(secret, "client", nonce_s, nonce_c, hello)
     server -> client   size, hello, MAC(secret, "server", nonce_s, nonce_c, hello of both)     size 0: refused
 
-Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. The hello of each side
-(role, host, epoch) is covered by its MAC, and is parsed only after the MAC was verified. Later frames are signed
-with a key of the connection, derived from the secret, both nonces and both hellos, over their direction and a count
-of frames: a frame repeated, dropped, moved, or sent back to its author does not match.
+Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. The hello of each side (role,
+host, epoch) is covered by its MAC, and is parsed only after the MAC was verified. Later frames are signed with a key
+of the connection, derived from the secret, both nonces and both hellos, over their direction and a count of frames: a
+frame repeated, dropped, moved, or sent back to its author does not match.
 
 The MAC is BLAKE2b with a key (RFC 7693), of 32 bytes: half the cost of an HMAC-SHA256 through OpenSSL, and a
 connection stores nothing but its key. A coordinator of 16,384 hosts makes three of them for each when one rank is

@@ -1,7 +1,7 @@
 """The agent of a host: a process in every slot, their heartbeats, and the connection to the coordinator.
 
-One thread that never waits long: this process forks, so no other thread may run. The coordinator is notified of
-every process that ends, and decides what follows. The processes themselves are in rank_slots.py.
+One thread that never waits long: this process forks, so no other thread may run. The coordinator is notified of every
+process that ends, and decides what follows. The processes themselves are in rank_slots.py.
 """
 
 from __future__ import annotations
@@ -215,9 +215,9 @@ class HostAgent:
     def _watch_coordinator(self) -> None:
         """Watch the connected coordinator: a silent one may be frozen, or its host may have vanished.
 
-        A coordinator that is silent and has not renewed its term for a lease has lost it. When it is this agent's
-        turn it starts another one, which waits for the rest of the lease; where another agent was faster, it
-        connects to that coordinator.
+        A coordinator that is silent and has not renewed its term for a lease has lost it. When it is this agent's turn
+        it starts another one, which waits for the rest of the lease; where another agent was faster, it connects to
+        that coordinator.
         """
         if self._channel is None:
             return

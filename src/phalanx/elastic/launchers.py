@@ -1,13 +1,13 @@
 """Find this process's rank when another launcher started it: torchrun, srun, mpirun, mpiexec, or a user.
 
-torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH,
-Intel MPI, Cray PALS), Flux, jsrun and horovodrun each set other names and no address; what they leave out is
-derived here, so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun give a
-process its rank but not the number of ranks: that is refused, because a guess would make a run of every rank.
+torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH, Intel
+MPI, Cray PALS), Flux, jsrun and horovodrun each set other names and no address; what they leave out is derived here,
+so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun give a process its rank
+but not the number of ranks: that is refused, because a guess would make a run of every rank.
 
 A batch script and the shell of salloc are not tasks of a step. Slurm gives them SLURM_NTASKS, and the script
-SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (observed with Slurm 22.05), so a plain `phalanx train` there starts
-its own ranks.
+SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (observed with Slurm 22.05), so a plain `phalanx train` there starts its
+own ranks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class _Claim:
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
     """Return this process's rank; None when no launcher started several processes, so that Phalanx starts the ranks.
 
-    Raises UserError for an incomplete set of variables, and for sets that contradict each other: a guess could
-    start a second run where one was meant.
+    Raises UserError for an incomplete set of variables, and for sets that contradict each other: a guess could start a
+    second run where one was meant.
     """
     claim = _innermost(environ)
     own = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]

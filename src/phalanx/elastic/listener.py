@@ -27,8 +27,8 @@ MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 class Listener:
     """Accepts connections, and returns those that prove to know the secret; others cost a socket for some seconds.
 
-    `hello` is this side's hello, or a function of an authentic client's hello; it may raise Refused. Set
-    `half_open` where more honest peers may connect at once: the oldest of the waiting ones is dropped first.
+    `hello` is this side's hello, or a function of an authentic client's hello; it may raise Refused. Set `half_open`
+    where more honest peers may connect at once: the oldest of the waiting ones is dropped first.
     """
 
     def __init__(

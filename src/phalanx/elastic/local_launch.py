@@ -150,8 +150,8 @@ def tend_agents(
 ) -> LaunchOutcome:
     """Start the agents of a prepared launch, and wait until they exit.
 
-    `stop_requests` are the signals collected so far. Only the first of several launchers writes how the run ended
-    when no coordinator did.
+    `stop_requests` are the signals collected so far. Only the first of several launchers writes how the run ended when
+    no coordinator did.
     """
     fleet = Fleet(run, hosts, environ, agent)
     try:
@@ -289,8 +289,8 @@ class Fleet:
 def collected_signals() -> Iterator[list[int]]:
     """A context that collects Ctrl-C and SIGTERM: the first asks to stop after the step, the second at once.
 
-    The handler prints nothing: a second signal would find the stream in use, and Python answers that with
-    "reentrant call", which ended the launch with exit code 1.
+    The handler prints nothing: a second signal would find the stream in use, and Python answers that with "reentrant
+    call", which ended the launch with exit code 1.
     """
     stop_requests: list[int] = []
 

@@ -1,8 +1,8 @@
 """The processes in an agent's slots: fork them, read their messages, watch them from outside, and end them.
 
-Whether a process runs is checked from outside (/proc), so that no lock of its own can hide it: one that is stopped
-for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is
-reported to the coordinator, which has more patience with it.
+Whether a process runs is checked from outside (/proc), so that no lock of its own can hide it: one that is stopped for
+`dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is reported
+to the coordinator, which has more patience with it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A segment is anonymous memory behind a descriptor, with a snapshot of one rank i
 
     header | tensors | index        the header is wiped first and written last, so half a snapshot is none
 
-The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment
-readable.
+The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment readable.
 """
 
 from __future__ import annotations

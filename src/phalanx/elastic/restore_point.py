@@ -105,8 +105,8 @@ class RestorePoint:
 class Lineage:
     """The step up to which the snapshots of each generation belong to the present state of the run.
 
-    When generation 5 continued from step 8 of generation 4, steps 9 and 10 of generation 4 were undone, although
-    their snapshots may still be in memory: the run may have gone back because they were wrong.
+    When generation 5 continued from step 8 of generation 4, steps 9 and 10 of generation 4 were undone, although their
+    snapshots may still be in memory: the run may have gone back because they were wrong.
     """
 
     ceilings: tuple[tuple[int, int | None], ...] = ()

@@ -1,8 +1,8 @@
 """The transports that NCCL can use on a host: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
 
 NCCL falls back silently from the fastest path to the next, down to TCP; a run is then slow without a reason in its
-log. Facts are gathered in one place; their meaning is a plain function of them. Nothing here prevents a start:
-these are warnings before ranks start, and notes for `phalanx show`.
+log. Facts are gathered in one place; their meaning is a plain function of them. Nothing here prevents a start: these
+are warnings before ranks start, and notes for `phalanx show`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ _SET_ASIDE = re.compile(rf"{UNTRUSTED}step-(\d{{8,18}})(?:-\d+)?", re.ASCII)
 def set_aside_step(name: str) -> int | None:
     """Return the step of a checkpoint that was set aside; None for any other name.
 
-    >>> set_aside_step("untrusted-step-00000022"), set_aside_step("untrusted-step-00000022-2"),
-    set_aside_step("step-0")
+    >>> set_aside_step("untrusted-step-00000022"), set_aside_step("untrusted-step-00000022-2"), set_aside_step("step-0")
     (22, 22, None)
     """
     match = _SET_ASIDE.fullmatch(name)
@@ -26,8 +25,7 @@ def set_aside_step(name: str) -> int | None:
 def set_untrusted_aside(run: Run, *, after: int) -> None:
     """Rename the checkpoints of more than `after` steps, so that no resumed run restores one as its newest.
 
-    Deletes nothing. An object store cannot rename: there the trainer deletes them once it has restored an older
-    one.
+    Deletes nothing. An object store cannot rename: there the trainer deletes them once it has restored an older one.
     """
     root = run.checkpoints
     if isinstance(root, str) or not root.is_dir():

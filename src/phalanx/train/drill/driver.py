@@ -44,8 +44,7 @@ class DrillStuck(Exception):
 class FaultDriver:
     """Follow the event files of a run and inject each fault when it is due.
 
-    `hosts` are the host names in the order in which faults number them; `minutes` and `until_step` end the run
-    early.
+    `hosts` are the host names in the order in which faults number them; `minutes` and `until_step` end the run early.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ def judge_history(
 ) -> list[Verdict]:
     """Return all verdicts that follow from one history, and from its replay where there is one.
 
-    `expected` returns the samples of a step in the sampler's order; `full` lists the processes with a full disk,
-    and when.
+    `expected` returns the samples of a step in the sampler's order; `full` lists the processes with a full disk, and
+    when.
     """
     verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
     verdicts.insert(3, judge_samples(history, expected, full))
@@ -308,9 +308,9 @@ def _died_at_step(history: DrillHistory, one: StepExecution, rank: int, full: Co
 def _took_along(history: DrillHistory, one: StepExecution, rank: int, disk: FullDisk) -> bool:
     """True when a process was killed while it still held the event line of a step that its full disk had refused.
 
-    Such lines wait in the memory of the process, up to a limit, and the first write that succeeds writes them all.
-    So the line was written while the disk was full, no event came after it, and the process did not live to write
-    when there was room again.
+    Such lines wait in the memory of the process, up to a limit, and the first write that succeeds writes them all. So
+    the line was written while the disk was full, no event came after it, and the process did not live to write when
+    there was room again.
     """
     if one.ended_s < disk.begin_s - FLUSH_S - SKEW_S or one.ended_s > disk.end_s + SKEW_S:
         return False

@@ -299,8 +299,8 @@ def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[
 def _planned_effective(plan: Plan, *, trained_s: float, failures: int) -> float:
     """Return the share of time that trains if each of the drill's failures cost what the plan assumed.
 
-    With in-memory checkpoints only a step is redone. A drill fails far more often than a cluster, so its failures
-    are added to the time that it trained: taken as a rate they could cost more time than there is.
+    With in-memory checkpoints only a step is redone. A drill fails far more often than a cluster, so its failures are
+    added to the time that it trained: taken as a rate they could cost more time than there is.
     """
     figures = plan.reliability
     redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2

@@ -1,8 +1,8 @@
 """Judge drills of `fault.on_loss = "leave-out"` from the records alone: which model replicas learnt each step. Pure.
 
-Within a generation ranks record which replicas are present each time that changes ("regroup" events), and from
-which step they continue. A rank records no step where its replica was out, or where it took over a step that
-another replica had finished.
+Within a generation ranks record which replicas are present each time that changes ("regroup" events), and from which
+step they continue. A rank records no step where its replica was out, or where it took over a step that another replica
+had finished.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _has_gap(
 ) -> bool:
     """True when a rank may lack a step that it took part in: it was lost then, or took the step's result from others.
 
-    This holds only for the first steps of a gap: a replica that is out does not take part, and a killed rank loses
-    its last lines.
+    This holds only for the first steps of a gap: a replica that is out does not take part, and a killed rank loses its
+    last lines.
     """
     gaps = presence.gaps.get((generation.number, rank), ())
     if any(step in gap and step - gap.start < LAST_STEPS for gap in gaps):
