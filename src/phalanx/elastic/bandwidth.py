@@ -92,8 +92,7 @@ def _once(channel: Channel) -> float:
 
 
 class Gauge:
-    """The coordinator's side of a measurement: discard the data of one agent at a time and confirm when all has
-    arrived."""
+    """The coordinator's side of a measurement: discard the data of one agent at a time, and confirm its end."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector

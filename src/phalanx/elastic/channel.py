@@ -46,8 +46,10 @@ def encode_frame(message: Message) -> bytes:
 
 
 def extend_frame(frame: bytes, share: Message) -> bytes:
-    """Return the frame of a message with more fields; the part that is the same for thousands of hosts is encoded
-    once."""
+    """Return the frame of a message with more fields.
+
+    The part that is the same for thousands of hosts is encoded once.
+    """
     if not share:
         return frame
     text = frame[PREFIX.size : -1] + b"," + _encode(share)[1:]

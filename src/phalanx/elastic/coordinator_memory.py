@@ -1,5 +1,4 @@
-"""The state that a coordinator leaves for the next one, in files of the run folder: `coordinator.json` and the
-members."""
+"""The state that a coordinator leaves for the next one, in `coordinator.json` and a members file of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ class CoordinatorMemory:
         self._members_file = ""
 
     def save(self, saved: SavedState, address: Address, *, term: int) -> None:
-        """Write the state and the address where this coordinator listens; the members' file only where it has
-        changed."""
+        """Write the state and the address where this coordinator listens.
+
+        The members' file is written only where it has changed.
+        """
         members = (saved.membership, saved.pids, saved.peers)
         if not self._members or any(
             value is not written for value, written in zip(members, self._members, strict=True)

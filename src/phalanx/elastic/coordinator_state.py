@@ -56,8 +56,7 @@ class CoordinatorSettings:
 
     @property
     def most_devices(self) -> int:
-        """Ranks of the plan, or of the largest layout that a replay prescribes: its hosts must be present when it is
-        due."""
+        """Ranks of the plan, or of a replay's largest layout, whose hosts must be present from the start."""
         return max((Layout(**layout["layout"]).devices for layout in self.prescribed), default=self.planned.devices)
 
 
@@ -417,8 +416,7 @@ class ListCheckpoints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordEvidence:
-    """Record the evidence that the ranks of the generations before this one left: last collectives, flight
-    recorders."""
+    """Record the evidence that ranks of the generations before left: last collectives, flight recorders."""
 
     generation: int
     last_collectives: Mapping[int, str]

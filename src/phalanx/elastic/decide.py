@@ -68,8 +68,7 @@ CLOCK_SET_S = 1.0
 def initial_state(
     settings: CoordinatorSettings, saved: SavedState, *, hosts: tuple[str, ...], now_s: float, unix_s: float
 ) -> tuple[CoordinatorState, list[Action]]:
-    """Return the state and actions of a coordinator that starts, perhaps in the place of another one that saved
-    `saved`."""
+    """Return state and actions of a coordinator that starts, perhaps in place of another one that saved `saved`."""
     sign_s = sign_every_s(len(hosts))
     state = CoordinatorState(
         settings=settings,
@@ -263,8 +262,7 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
-    """Compare a host's processes with the membership: find those that ended meanwhile, and repeat messages it
-    missed."""
+    """Compare a host's processes with the membership: find those that ended, and repeat messages it missed."""
     state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
     state.arrived_s = decision.now_s
     # Before any membership is formed with these slots.

@@ -121,8 +121,7 @@ def form(decision: Decision, reason: str) -> bool:
 
 
 def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
-    """Return the processes by host with which this coordinator formed the present membership, if no rank moved
-    since."""
+    """Return the processes by host with which this coordinator formed the membership, if no rank moved since."""
     formed = state.formed
     return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
 
@@ -376,8 +375,10 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
 
 
 def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) -> dict[int, str]:
-    """Return the collectives in which ranks were when they left the membership before; of many, the rarest ones
-    first."""
+    """Return the collectives in which ranks were when they left the membership before.
+
+    At most `MOST_LISTED` ranks, those with the rarest collectives first.
+    """
     before, reported = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
     # Ranks that reported by themselves.
     own_reports = defaultdict[str, list[int]](list)

@@ -42,8 +42,7 @@ class Election(Protocol):
     term: int
 
     def take(self) -> bool:
-        """Become the coordinator; False when another process is and shows that it lives, which may take `LEASE_S` to
-        find out."""
+        """Become the coordinator; False when another process is and shows that it lives, which may take `LEASE_S`."""
         ...
 
     def renew(self) -> None:
@@ -120,8 +119,7 @@ def choose_election(choices: Sequence[str], run: Run) -> str:
 
 
 def run_name(run: Run) -> str:
-    """Return the name of a run in a service that many share: its folder's name and its id, in characters of a host
-    name.
+    """Return a run's name in a shared service: its folder's name and its id, in characters of a host name.
 
     A run of 0.6 has no id; there the folder's name must do.
     """

@@ -141,8 +141,7 @@ def read_error(run: Run, rank: int) -> Failure | None:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """Return the cause among several failures: ranks that raised or were killed come before those that lost their
-    peer."""
+    """Return the cause among several failures: ranks that raised or were killed before those that lost their peer."""
     return min(failures, key=lambda failure: (failure.is_consequence, not failure.is_user, failure.at_s, failure.rank))
 
 

@@ -260,8 +260,7 @@ tell(locks)
 
 
 def check_locks(folder: Path) -> None:
-    """Raise ElectionUnavailable where files of a folder cannot show which process was first, tested with a second
-    process.
+    """Raise ElectionUnavailable where a test with a second process shows that locks or links do not work in a folder.
 
     Both processes are on this machine: that a lock also holds between machines is not shown by this.
     """

@@ -82,8 +82,9 @@ def take_shared_gpu(environ: MutableMapping[str, str]) -> None:
 
 
 def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: float) -> bool:
-    """Return True when some ranks share a GPU. Every rank passes its own; all raise where more share one than
-    `allowed`.
+    """Return True when some ranks share a GPU.
+
+    Every rank passes its own; all raise where more share one than `allowed`.
 
     Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions to
     the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
@@ -155,8 +156,7 @@ def tell_nccl() -> None:
 
 
 def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
-    """Return the NCCL that a process started with `environ` would use; a Problem where such a process does not
-    start."""
+    """Return the NCCL that a process with this `environ` would use; a Problem where such a process does not start."""
     where = f"{PRELOAD}={environ[PRELOAD]}" if environ.get(PRELOAD) else "NCCL"
     try:
         done = subprocess.run(
@@ -188,8 +188,10 @@ def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
 
 
 def check_preload(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """The libraries that LD_PRELOAD names can be loaded; the loader ignores others, and the old library is used
-    instead."""
+    """The libraries that LD_PRELOAD names can be loaded.
+
+    The loader ignores others, and the old library is used instead.
+    """
     named, program = environ.get(PRELOAD, ""), shutil.which("true")
     if not named or program is None:
         return

@@ -109,8 +109,10 @@ def read_opening(text: bytes) -> tuple[int, bytes]:
 
 
 def keyed_digest(key: bytes, text: bytes, digest_bytes: int = MAC_BYTES) -> bytes:
-    """Return the MAC of a text; MACs of different sizes are unrelated, the shorter is not the beginning of the
-    longer."""
+    """Return the MAC of a text.
+
+    MACs of different sizes are unrelated, the shorter is not the beginning of the longer.
+    """
     return blake2b(text, digest_size=digest_bytes, key=key).digest()
 
 
@@ -127,8 +129,7 @@ class Handshake:
         return keyed_digest(self._secret, PROOF.pack(b"client", len(hello_c), 0) + hello_c + self._nonces)
 
     def server_mac_and_key(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
-        """Return the server's proof, bound to the hello it answers, and the key of the connection, which is never
-        sent."""
+        """Return the server's proof, bound to the hello it answers, and the connection's key, which is never sent."""
         sizes = PROOF.pack(b"server", len(hello_c), len(hello_s))
         proof_and_key = keyed_digest(self._secret, sizes + hello_c + hello_s + self._nonces, 2 * MAC_BYTES)
         return proof_and_key[:MAC_BYTES], proof_and_key[MAC_BYTES:]

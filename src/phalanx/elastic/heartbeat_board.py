@@ -172,8 +172,7 @@ def first_sign_s(num_hosts: int) -> float:
 
 
 def fold_progress(progress: Mapping[int, Progress | None]) -> dict[str, Any]:
-    """Return a host's report on its ranks (by slot; None where one has not reported): the common progress, and
-    exceptions.
+    """Return a host's report on its ranks by slot (None: not reported): the common progress, and exceptions.
 
     >>> fold_progress({0: (7, 2, 0.5), 1: (7, 2, 0.25), 2: (6, 2, 9.0), 3: None})
     {'progress': (7, 2, 0.25), 'exceptions': {2: (6, 2, 9.0), 3: None}}

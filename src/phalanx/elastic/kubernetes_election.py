@@ -50,8 +50,7 @@ class KubernetesElection:
 
     @classmethod
     def in_cluster(cls, *, namespace: str, name: str, account: Path = ACCOUNT) -> KubernetesElection:
-        """Use the facts that every pod has: the server's address, its certificate, and a token that is renewed in
-        time."""
+        """Use the pod's environment: the server's address, its certificate, and a token that is renewed in time."""
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ElectionUnavailable("KUBERNETES_SERVICE_HOST is not set: this is no pod of a Kubernetes cluster")

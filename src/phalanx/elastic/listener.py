@@ -173,8 +173,10 @@ class _Guest:
         self._said = b""
 
     def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
-        """Return a channel once the client has proved itself, None while bytes are missing; raises Closed or
-        Refused."""
+        """Return a channel once the client has proved itself, None while bytes are missing.
+
+        Raises Closed or Refused.
+        """
         # Read at once: an honest client sends nothing after its hello before the answer.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
         if len(self._said) < OPENING.size:

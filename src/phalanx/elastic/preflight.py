@@ -159,8 +159,7 @@ def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Ite
 
 
 def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
-    """Host memory is enough for so many new ranks, and for the in-memory checkpoints of so many slots without a rank
-    yet."""
+    """Host memory is enough for so many new ranks, and for the in-memory checkpoints of so many new places."""
     on_cpu = plan.cluster.accelerator.family == "cpu"
     ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
     copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
@@ -176,8 +175,7 @@ def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float,
 
 
 def copies_per_rank(plan: Plan) -> int:
-    """Return how many times a rank's state is in its host's memory: its own, and as a replica that of another host's
-    rank."""
+    """Return how many times a host's memory holds a rank's state: its own, and as a replica another host's."""
     if not plan.reliability.memory_every:
         return 0
     return BUFFERS * (2 if plan.reliability.hosts > 1 else 1)
@@ -200,8 +198,7 @@ def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
 
 
 def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
-    """The disk has room for this host's share of the checkpoints at one time: `keep` of them, and the one being
-    written.
+    """The disk has room for this host's share of the checkpoints: `keep` of them, and the one being written.
 
     Existing checkpoints need no further room. A run continues with less (a save deletes old ones first where the disk
     is full, train/state/retention.py), but it would then keep fewer than the job asks for.

@@ -32,8 +32,10 @@ class Interrupted(Exception):
 
 
 class RankLink:
-    """The connection, made in a rank's process. Messages are JSON lines over a socket pair private to rank and
-    agent."""
+    """The connection, made in a rank's process.
+
+    Messages are JSON lines over a socket pair private to rank and agent.
+    """
 
     def __init__(self, line: socket.socket, board: HeartbeatBoard, slot: int) -> None:
         self._line, self.board, self.slot = line, board, slot
@@ -74,8 +76,10 @@ class RankLink:
                 return form
 
     def enter(self, generation: int) -> None:
-        """Enter a generation: sockets opened from now on are shut when it ends; raises Interrupted if it already
-        has."""
+        """Enter a generation: sockets opened from now on are shut when it ends.
+
+        Raises Interrupted if it already has.
+        """
         self._kept = frozenset(open_sockets())
         with self._lock:
             self._generation, self._over_s = generation, None

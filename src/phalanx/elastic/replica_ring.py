@@ -58,8 +58,7 @@ class ReplicaRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaTable:
-    """The peers that take the replicas of each host's ranks, by host and slot: place among its guests, address and
-    port.
+    """The peers that take the replicas of each host's ranks, by host and slot: place among guests, address, port.
 
     Each host is sent its own entries only. Of 131,072 ranks a lost one changes eight entries, and a lost host sixteen:
     unchanged entries are copied from the table before.

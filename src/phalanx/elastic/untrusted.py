@@ -38,8 +38,10 @@ def set_untrusted_aside(run: Run, *, after: int) -> None:
 
 
 def untrusted_steps(run: Run, *, after: int) -> list[int]:
-    """Return steps beyond `after` whose checkpoints are set aside; in an object store, those that are still in
-    place."""
+    """Return steps beyond `after` whose checkpoints are set aside.
+
+    In an object store nothing is renamed: there, the steps of those still in place.
+    """
     root = run.checkpoints
     if isinstance(root, str):
         return [step for step in run.saved_steps() if step > after]

@@ -24,8 +24,10 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Firing:
-    """One injection of a fault. `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where a field does not
-    apply."""
+    """One injection of a fault.
+
+    `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where a field does not apply.
+    """
 
     id: int
     kind: str

@@ -177,8 +177,7 @@ def judge_restores(history: DrillHistory) -> Verdict:
 def _is_unreported(
     history: DrillHistory, before: GenerationHistory | None, generation: GenerationHistory, *, done: int
 ) -> bool:
-    """True when rank 0 died between a commit and its event line: the restored step is newer than its last line, and
-    done."""
+    """True when rank 0 died between a commit and its event line: the restored step is newer than its last line."""
     if before is None or not max(generation.kept, default=0) < generation.restore_step <= done:
         return False
     incidents = [event for event in history.incidents if int(event.get("epoch", -1)) == before.number]
@@ -360,8 +359,7 @@ def _repeated_sample(history: DrillHistory) -> str:
 
 
 def _host_ends(history: DrillHistory, number: int) -> dict[str, float]:
-    """Return by host when the next generation began: its members had answered by then, so had left generation
-    `number`."""
+    """Return by host when the next generation began: its members had left generation `number` by then."""
     ends: dict[str, float] = {}
     for generation in history.generations:
         if generation.number > number and generation.went_s is not None:

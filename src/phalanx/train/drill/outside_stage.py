@@ -148,8 +148,10 @@ class OutsideStage:
         until: Callable[[], bool] | None = None,
         signals: Sequence[int] = (),
     ) -> CommandResult:
-        """Run `phalanx WORDS`; `most_bytes` limits its address space, `signals` are sent in turn while `until`
-        holds."""
+        """Run `phalanx WORDS` and wait for its end.
+
+        `most_bytes` limits its address space, `signals` are sent in turn while `until` holds.
+        """
 
         def limit() -> None:
             if most_bytes is not None:

@@ -29,8 +29,10 @@ class Cable:
 
 
 class PeerCables:
-    """All links of a drill. A function in `targets` returns the address where a peer listens, None while it does
-    not."""
+    """All links of a drill.
+
+    A function in `targets` returns the address where a peer listens, None while it does not.
+    """
 
     def __init__(self, targets: dict[int, Callable[[], Address | None]]) -> None:
         self._targets = targets

@@ -97,8 +97,10 @@ class DrillResult:
 def perform_drill(
     scene: DrillSettings, faults: Sequence[Fault], *, reference: DrillHistory | None = None
 ) -> DrillResult:
-    """Train with the faults, replay without them, and judge. A `reference` of the same member sequence saves the
-    replay."""
+    """Train with the faults, replay without them, and judge.
+
+    A `reference` of the same member sequence saves the replay.
+    """
     run = _make_run(scene, scene.runs, faults, {})
     scene.tell(f"  run: {run.path}")
     ended = _run_drill(scene, run, faults)

@@ -107,8 +107,7 @@ class ReplicaPresence:
 
 
 def left_out_ranks(history: DrillHistory, presence: ReplicaPresence) -> dict[str, list[int]]:
-    """Return, by step of the chain, the ranks that it was done without; in a replay they learn nothing from it
-    either."""
+    """Return, by step of the chain, the ranks it was done without, which learn nothing from it in a replay either."""
     return {
         str(execution.step): sorted(
             rank for replica in out for rank in presence.replicas[execution.generation].ranks(replica)
@@ -168,8 +167,10 @@ def judge_replica_steps(history: DrillHistory, presence: ReplicaPresence) -> Ver
 
 
 def judge_replica_samples(history: DrillHistory, presence: ReplicaPresence, expected: ExpectedSamples) -> Verdict:
-    """Replicas that were present learnt from their samples of the step, each once; those of absent replicas are
-    skipped."""
+    """Replicas that were present learnt from their samples of the step, each once.
+
+    The samples of absent replicas are skipped.
+    """
     wrong = []
     total = skipped = unknown = 0
     for execution in history.chain:

@@ -113,8 +113,10 @@ class DrillHistory:
 
     @property
     def trained(self) -> list[GenerationHistory]:
-        """The generations that trained; one ends before a restore when a member fails before the others have
-        answered."""
+        """The generations that trained.
+
+        A generation ends before its restore when a member fails before the others have answered.
+        """
         return [generation for generation in self.generations if generation.restored or generation.steps]
 
     @property
