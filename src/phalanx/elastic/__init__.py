@@ -1,1 +1,1 @@
-"""Starts the ranks of a run on this machine, watches them, and says in one message what went wrong."""
+"""Start the ranks of a run, watch them, recover from failures, and report in one message why a run failed."""

@@ -1,7 +1,7 @@
-"""How much passes between two hosts: some megabytes over a connection of which both sides have proved the secret.
+"""Measure the bandwidth between two hosts: some megabytes over a connection that both sides have authenticated.
 
-An agent measures it to the coordinator before it joins, while nothing depends on it. One agent at a time: a thousand
-that come together would only measure each other.
+An agent measures the link to the coordinator before it joins, while nothing depends on it. One agent measures at a
+time: a thousand at once would only measure each other.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from contextlib import suppress
 from phalanx.elastic.channel import Address, Channel, Closed, Message, Refused, connect
 from phalanx.units import MB
 
-ROLE = "link"  # in the hello of a connection that only measures
+# The role in the hello of a connection that only measures.
+ROLE = "link"
 PIECE_BYTES = 256 * 1024
 MOST_BYTES = 8 * MB  # 64 ms at 1 Gbit/s
-MOST_S = 0.5  # for one try: a slow link is known before it has moved so much
-TRIES = 6  # the best counts: other work on either host can only make the link look slower
+# Limit of one try: a slow link is known before it has moved MOST_BYTES.
+MOST_S = 0.5
+# The best try counts: other work on either host can only make the link look slower.
+TRIES = 6
 ANSWER_S = 2.0
 STALL_S = 1.0
-WAIT_S = 10.0  # for our turn; whoever waited longer joins unmeasured
+# Wait for this agent's turn; an agent that waited longer joins unmeasured.
+WAIT_S = 10.0
 AGAIN_S = 0.1
-TURN_S = 8.0  # after which the coordinator lets the next one measure
-FAILURES = 2  # connections that begin and then carry nothing: small packets pass, and large ones do not
+# After so long the coordinator lets the next agent measure.
+TURN_S = 8.0
+# Connections that begin and then carry nothing: small packets pass, and large ones do not.
+FAILURES = 2
 
 
 def measure(
@@ -37,10 +43,10 @@ def measure(
     enough: float,
     is_off: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Bytes per second from `bind` to the coordinator at `where`, the best of some tries until it is `enough`.
+    """Measure bytes per second from `bind` to the coordinator at `where`: the best of some tries, until it is `enough`.
 
-    0 when nothing but small messages passes; None when it could not be measured: nobody there, too many before us, or
-    `is_off` turned true.
+    Returns 0 when only small messages pass; None when it could not be measured: no coordinator answered, too many
+    agents came first, or `is_off` returned true.
     """
     until_s, failures = time.monotonic() + WAIT_S, 0
     while time.monotonic() < until_s and not is_off():
@@ -48,7 +54,8 @@ def measure(
             channel = connect(
                 where, secret, {"role": ROLE, "host": host}, timeout_s=ANSWER_S, bind=bind, stall_s=STALL_S
             )
-        except OSError:  # nobody there, or a stranger
+        except OSError:
+            # No process listens there, or it does not share the secret.
             return None
         try:
             if channel.wait(ANSWER_S).get("kind") == "begin":
@@ -75,15 +82,17 @@ def _best(channel: Channel, enough: float) -> float:
 def _once(channel: Channel) -> float:
     data, sent, start_s = bytes(PIECE_BYTES), 0, time.perf_counter()
     while sent < MOST_BYTES and time.perf_counter() < start_s + MOST_S:
-        channel.send({"kind": "data"}, data, crc32=0)  # nobody reads it, so nobody sums it up
+        # The receiver does not read the data, so no checksum is computed.
+        channel.send({"kind": "data"}, data, crc32=0)
         sent += PIECE_BYTES
     channel.send({"kind": "done"})
-    channel.wait(ANSWER_S)  # everything before it has arrived
+    # The answer shows that everything before it has arrived.
+    channel.wait(ANSWER_S)
     return sent / (time.perf_counter() - start_s)
 
 
 class Gauge:
-    """The coordinator's side: takes what one agent sends, throws it away, and says when it was all there."""
+    """The coordinator's side of a measurement: discard the data of one agent at a time, and confirm its end."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -91,7 +100,7 @@ class Gauge:
         self._until_s = 0.0
 
     def admit(self, channel: Channel) -> None:
-        """Begin with this one, unless another is at it."""
+        """Begin with this agent; it is answered "busy" while another one measures."""
         if self._channel is not None and time.monotonic() < self._until_s:
             _tell(channel, {"kind": "busy"})
             channel.close()
@@ -103,11 +112,11 @@ class Gauge:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an agent may be measuring."""
+        """True while an agent may be measuring."""
         return self._channel is not None
 
     def listen(self) -> None:
-        """Take what is there; data is skipped by the channel."""
+        """Read the messages that have arrived; the channel skips the data."""
         if self._channel is None:
             return
         try:
@@ -118,7 +127,7 @@ class Gauge:
             self.close()
 
     def close(self) -> None:
-        """Make room for the next."""
+        """Close the connection, so that the next agent can measure."""
         if self._channel is not None:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(self._channel)

@@ -1,8 +1,8 @@
 """Messages between agents, coordinator and ranks: JSON over TCP, signed with the run's secret.
 
-A channel has no thread of its own. It serves a loop over selectors (`fileno`, `receive`) and a blocking caller (`wait`,
-`read_into`) alike, because it never reads further than the frame it is in: whatever was not taken is still in the
-socket, where a selector sees it. One thread may send while another receives.
+A channel has no thread. It serves a loop over selectors (`fileno`, `receive`) and a blocking caller (`wait`,
+`read_into`) alike, because it never reads beyond the current frame: unread data stays in the socket, where a selector
+sees it. One thread may send while another receives.
 
     frame   size of the message, bytes of data, crc32 of the data | message | MAC      then the data as it is
 """
@@ -33,18 +33,23 @@ from phalanx.elastic.socket_stream import (
 __all__ = ["Channel", "Closed", "Message", "Refused", "connect", "encode_frame", "extend_frame"]
 
 Address = tuple[str, int]
-PIECE_BYTES = 1 << 20  # bulk data is moved and summed in pieces that stay in a core's cache
-BURST = 64  # messages one receive() takes, so that a talkative peer does not starve a loop
+# Bulk data is moved and summed in pieces that fit into a core's cache.
+PIECE_BYTES = 1 << 20
+# Messages that one receive() returns at most, so that a busy peer does not starve a loop.
+BURST = 64
 
 
 def encode_frame(message: Message) -> bytes:
-    """A message without data as a frame, but for its MAC; raises ValueError for one that no channel takes."""
+    """Encode a message without data as a frame, except for its MAC; raises ValueError for one that is too large."""
     text = _encode(message)
     return PREFIX.pack(len(text), 0, 0) + text
 
 
 def extend_frame(frame: bytes, share: Message) -> bytes:
-    """The frame of a message with more fields: of what thousands are told nearly alike, the rest is encoded once."""
+    """Return the frame of a message with more fields.
+
+    The part that is the same for thousands of hosts is encoded once.
+    """
     if not share:
         return frame
     text = frame[PREFIX.size : -1] + b"," + _encode(share)[1:]
@@ -61,7 +66,7 @@ def _encode(message: Message) -> bytes:
 
 
 class Channel:
-    """An authentic connection; made by `connect` and `Listener.pump`."""
+    """An authenticated connection; made by `connect` and `Listener.pump`."""
 
     def __init__(
         self, sock: socket.socket, *, send: FrameSigner, receive: FrameSigner, peer: Message, stall_s: float
@@ -72,20 +77,21 @@ class Channel:
         self._intake = Intake(sock)
         self._sign, self._check = send, receive
         self._sending = threading.Lock()
-        # Apart for each way: what a dying peer said last can still be read though nothing can be sent to it any more.
+        # One state per direction: the last messages of a dying peer can still be read when sending to it already
+        # fails.
         self._sends, self._receives = _Way(), _Way()
         self._prefix: bytes | None = None
         self._owed_bytes, self._owed_crc32 = 0, 0
 
     def fileno(self) -> int:
-        """The descriptor for a selector; -1 once closed."""
+        """Return the descriptor for a selector; -1 once closed."""
         return self._sock.fileno()
 
     def send(self, message: Message, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
-        """Send a message and the data that goes with it; raises Closed when the peer is gone or takes nothing.
+        """Send a message and its data; raises Closed when the peer is gone or accepts nothing for `stall_s`.
 
-        `crc32` spares reading the data once more where the caller knows it. The receiver finds the size of the data in
-        the message, as `data_bytes`.
+        Pass `crc32` where the caller knows it, so that the data is not read once more. The receiver finds the size of
+        the data in the message, as `data_bytes`.
         """
         if "data_bytes" in message:
             raise ValueError("data_bytes is the channel's own key")
@@ -99,21 +105,23 @@ class Channel:
             self._push(view)
 
     def send_frame(self, frame: bytes) -> None:
-        """`send` for what `encode_frame` has made: thousands of hosts are told the same, one after the other."""
+        """Send a frame that `encode_frame` made: thousands of hosts get the same message, one after another."""
         with self._sending:
             if self._sends.end is not None:
-                self._sends.__enter__()  # says why
-            try:  # not `with`: its two calls cost as much as signing
+                # Raises the error that ended this direction.
+                self._sends.__enter__()
+            # Not `with`: its two calls cost as much as signing.
+            try:
                 self._push(frame + self._sign.next(frame))
             except BaseException as error:
                 self._sends.fail(error)
                 raise
 
     def receive(self, most: int = BURST) -> list[Message]:
-        """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
+        """Return the messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
 
-        Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then of no more use).
-        Data that nobody read is skipped.
+        Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then unusable). Data
+        that the caller did not read is skipped.
         """
         messages: list[Message] = []
         try:
@@ -124,17 +132,19 @@ class Channel:
         except ConnectionError:
             if not messages:
                 raise
-            self._hang_up(socket.SHUT_RD)  # wakes the selector once more: the next call says why
+            # It wakes the selector once more: the next call raises the error.
+            self._hang_up(socket.SHUT_RD)
         return messages
 
     def receive_all(self) -> list[Message]:
-        """`receive` for a peer that never sends data: one look at the socket takes whatever it has said.
+        """Return what `receive` would, with one read of the socket, from a peer that never sends data.
 
-        Reads ahead, so a channel is read either with this or with the others. Raises as `receive` does.
+        Reads ahead, so a channel is read either with this method or with the others. Raises as `receive` does.
         """
         messages: list[Message] = []
         if self._receives.end is not None:
-            self._receives.__enter__()  # says why
+            # Raises the error that ended this direction.
+            self._receives.__enter__()
         try:
             for signed, text, mac in self._intake.take_frames():
                 if not handshake.same(mac, self._check.next(signed)):
@@ -148,7 +158,7 @@ class Channel:
         return messages
 
     def wait(self, timeout_s: float) -> Message:
-        """The next message; raises TimeoutError, Closed or Refused."""
+        """Wait for the next message; raises TimeoutError, Closed or Refused."""
         deadline = time.monotonic() + timeout_s
         while (message := self._next()) is None:
             if not ready(self._sock, select.POLLIN, deadline - time.monotonic()):
@@ -156,7 +166,7 @@ class Channel:
         return message
 
     def read_into(self, buffer: memoryview | bytearray) -> int:
-        """Fill `buffer` with the data that the last message announced; returns its crc32, which was right."""
+        """Fill `buffer` with the data that the last message announced; returns its crc32 after checking it."""
         view = _flat(buffer)
         if view.nbytes != self._owed_bytes:
             raise ValueError(f"a buffer of {view.nbytes} bytes for {self._owed_bytes} bytes of data")
@@ -167,13 +177,14 @@ class Channel:
         return crc32
 
     def close(self) -> None:
-        """Say goodbye and give the socket back."""
+        """Shut down the connection and close the socket."""
         self._finish("this side closed the channel")
-        self._hang_up(socket.SHUT_RDWR)  # reaches the peer though a forked child may hold a copy of the socket
+        # A shutdown reaches the peer even when a forked child has a copy of the socket.
+        self._hang_up(socket.SHUT_RDWR)
         self._sock.close()
 
     def forget(self) -> None:
-        """In a forked child: give back its copy of the socket; the parent's conversation goes on."""
+        """Close this forked child's copy of the socket; the parent's connection stays open."""
         self._finish("this channel belongs to the parent process")
         self._sock.close()
 
@@ -201,7 +212,7 @@ class Channel:
         return message | {"data_bytes": data_bytes} if data_bytes else message
 
     def _skip(self) -> bool:
-        """Drop what has arrived of data that nobody wants; whether that is all of it."""
+        """Drop data that has arrived unread; True when all of it is dropped."""
         scratch = memoryview(bytearray(min(self._owed_bytes, PIECE_BYTES)))
         while self._owed_bytes:
             count = self._intake.take_into(scratch[: self._owed_bytes])
@@ -251,7 +262,7 @@ class Channel:
 
 
 class _Way:
-    """One direction of a channel. After an error the stream may be inside a frame: it is used no more."""
+    """One direction of a channel. After an error the stream may be inside a frame, so the direction is used no more."""
 
     __slots__ = ("end",)
 
@@ -259,7 +270,7 @@ class _Way:
         self.end: ConnectionError | None = None
 
     def __enter__(self) -> None:
-        """Do one thing in this direction, unless an earlier one failed."""
+        """Enter an operation in this direction; raises the error of an earlier one that failed."""
         if self.end is not None:
             raise type(self.end)(*self.end.args)
 
@@ -268,24 +279,26 @@ class _Way:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """It ended with this."""
+        """Record the error that ended this direction."""
         if isinstance(error, ConnectionError):
             self.end = error
-        else:  # of a signal handler
+        else:
+            # An exception of a signal handler.
             self.end = Closed("the channel was interrupted in the middle of a frame")
 
 
 def connect(
     address: Address, secret: bytes, hello: Message, *, timeout_s: float, bind: str = "", stall_s: float = STALL_S
 ) -> Channel:
-    """A channel to the listener at `address`, from the local address `bind`; blocks until both sides have proved it.
+    """Connect to the listener at `address`, from the local address `bind`; blocks until both sides are authenticated.
 
     Raises Refused when the other side does not share the secret, TimeoutError, or the OSError of the network.
     """
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection(address, timeout=timeout_s, source_address=(bind, 0) if bind else None)
     try:
-        if sock.getsockname() == sock.getpeername():  # a free port of our own machine can be given to us as our own end
+        # The kernel can assign a free port of this machine to this end itself (TCP simultaneous open).
+        if sock.getsockname() == sock.getpeername():
             raise ConnectionRefusedError(f"nobody listens at {address[0]} port {address[1]}")
         tune(sock, stall_s)
         return _introduce(sock, secret, hello, deadline, stall_s)
@@ -307,10 +320,11 @@ def _introduce(sock: socket.socket, secret: bytes, hello: Message, deadline: flo
     expected, key = shaken.server_mac_and_key(hello_c, hello_s)
     if not handshake.same(mac, expected):
         raise Refused("the other side does not know the run's secret")
-    ours, theirs = FrameSigner(key, handshake.FROM_CLIENT), FrameSigner(key, handshake.FROM_SERVER)
-    return Channel(sock, send=ours, receive=theirs, peer=handshake.decode(hello_s), stall_s=stall_s)
+    outgoing, incoming = FrameSigner(key, handshake.FROM_CLIENT), FrameSigner(key, handshake.FROM_SERVER)
+    return Channel(sock, send=outgoing, receive=incoming, peer=handshake.decode(hello_s), stall_s=stall_s)
 
 
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
+    # An empty array cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")

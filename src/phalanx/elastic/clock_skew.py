@@ -1,4 +1,4 @@
-"""How far the clocks of two hosts are apart, and how far they may be."""
+"""The difference between the clocks of two hosts, and its limit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from phalanx.errors import Problem
 from phalanx.units import format_seconds
 
-MOST_SKEW_S = 5.0  # timestamps of the record are compared between hosts
+# Timestamps of the record are compared between hosts.
+MOST_SKEW_S = 5.0
 
 
 def clock_skew_s(their_s: float, round_trip_s: float, *, now_s: float) -> float:
-    """How far a clock that read `their_s` is ahead of ours (negative: behind), beyond what the way can explain.
+    """Return how far another clock is ahead (negative: behind) that read `their_s`, beyond the round trip.
 
-    `now_s` is our clock when the answer came, `round_trip_s` after we asked.
+    `now_s` is this host's clock when the answer came, `round_trip_s` after the request.
 
     >>> [clock_skew_s(their_s, 0.5, now_s=100.0) for their_s in (99.75, 110.0, 90.0)]
     [0.0, 10.0, -9.5]

@@ -1,4 +1,4 @@
-"""What the coordinator does: the actions of `decide`, carried out on the run folder and the connections."""
+"""Carry out the actions of `decide` on the run folder and on the connections to the agents."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ from phalanx.record.account.flight_records import find_culprit, read_flights, re
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 
-LOOK_S = 1.0  # between looks for the stop file: it is on a disk that many share
-MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
+# Between checks for the stop file: it is on a disk that many hosts share.
+LOOK_S = 1.0
+# Ranks whose flight recorders are read while the run waits; with more ranks, reports read them later.
+MOST_FLIGHTS = 2048
 
 
 class Coordinator:
-    """Holds the state of `decide`, gives it what is heard, and does what it says.
+    """Owns the state of `decide`, passes messages to it, and carries out its actions.
 
-    `check` raises when another coordinates by now: called before what cannot be undone.
+    `check` raises when another process coordinates by now: called before actions that cannot be undone.
     """
 
     def __init__(
@@ -86,16 +88,16 @@ class Coordinator:
         self._perform(actions)
 
     def hear(self, host: str, message: Message) -> None:
-        """Take note of what an agent said."""
+        """Decide on a message of an agent."""
         self._decide(AgentMessage(now_s=self._clock(), unix_s=time.time(), host=host, body=message))
 
     def hear_all(self, messages: Sequence[tuple[str, Message]]) -> None:
-        """Take note of what several agents said."""
+        """Decide on messages of several agents."""
         if messages:
             self._decide(AgentMessages(now_s=self._clock(), unix_s=time.time(), messages=messages))
 
     def tick(self) -> None:
-        """Act on what is known."""
+        """Decide on what is due now; looks for the stop file once a second."""
         now, stop_file = self._clock(), False
         if now - self._looked_s >= LOOK_S:
             self._looked_s, stop_file = now, self._run.stop_file.exists()
@@ -108,8 +110,9 @@ class Coordinator:
             self._decide(CheckpointList(now_s=self._clock(), unix_s=time.time(), steps=steps))
 
     def _perform(self, actions: list[Action]) -> bool:
-        """Whether the checkpoints are asked for."""
-        if len(actions) > 1 and all(isinstance(action, RecordEvent) for action in actions):  # many hosts have joined
+        """Carry out the actions; True when the list of checkpoints is requested."""
+        # Many hosts have joined.
+        if len(actions) > 1 and all(isinstance(action, RecordEvent) for action in actions):
             self._events.write_all(
                 (action.event, action.fields) for action in actions if isinstance(action, RecordEvent)
             )
@@ -144,25 +147,27 @@ class Coordinator:
                         self._record_rollback(action.rollback)
                     self._events.write("end", epoch=action.generation, state=action.state, message=message)
                 case ListCheckpoints():
-                    return True  # the last of its list
+                    # `ListCheckpoints` is always the last action.
+                    return True
         return False
 
     @contextmanager
     def _last_words(self) -> Iterator[None]:
-        """Once the run is over a full disk is no reason to die: the agents must hear of the end, or they wait for ever.
+        """Ignore write errors once the run is over: the agents must be notified of the end, or they wait for ever.
 
-        The launcher then finds that status.json does not tell the end, and says so.
+        The launcher then finds that status.json does not contain the end, and reports that.
         """
         try:
             yield
         except (SystemFailure, OSError) as error:
             if not self.state.is_over:
                 raise
-            with suppress(OSError):  # the log lies on the same disk
+            # The log is on the same disk.
+            with suppress(OSError):
                 print(f"how the run ended could not be written: {error}", file=sys.stderr)
 
     def _record_rollback(self, action: RollBack) -> None:
-        """Record which state the run gives up, and which checkpoints of it lie aside."""
+        """Record the step to which the run rolls back, and the checkpoints that were set aside."""
         self._events.write(
             "rollback",
             epoch=action.generation,
@@ -173,62 +178,73 @@ class Coordinator:
         )
 
     def _record_evidence(self, action: RecordEvidence) -> None:
-        """The survivors have left the membership that failed, and could say where they were.
+        """Record where the surviving ranks were, after they have left the membership that failed.
 
         The last membership that trained need not be the one before this: some may have failed before they began.
         """
         recorded = recorded_generations(self._run)
         new = [generation for generation in recorded if self._recorded_evidence < generation < action.generation]
         self._recorded_evidence = max(new, default=self._recorded_evidence)
-        found = find_culprit(read_flights(self._run, new[0], most=MOST_FLIGHTS)) if new else None
-        if action.last_collectives or found is not None:
-            told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
+        culprit = find_culprit(read_flights(self._run, new[0], most=MOST_FLIGHTS)) if new else None
+        if action.last_collectives or culprit is not None:
+            fields = {"finding": culprit.sentence, "culprits": list(culprit.culprits)} if culprit is not None else {}
             generation = new[0] if new else action.generation - 1
-            self._events.write("evidence", epoch=generation, last_collectives=action.last_collectives, **told)
+            self._events.write("evidence", epoch=generation, last_collectives=action.last_collectives, **fields)
 
 
 def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
-    """The message of a run that ended, with what of it is left to go on from; and more fields for its status."""
+    """Return the final message of a run, with the checkpoint from which it can be resumed.
+
+    The second value holds more fields for its status.
+    """
     if end.how == "plain":
         return end.message, {}
     aside = ""
     if end.at_most is not None:
-        begin_generation(run, end.generation + 1)  # nobody commits any more
+        # From here on no rank commits.
+        begin_generation(run, end.generation + 1)
         aside = set_aside_text(run, after=end.at_most)
     more = f"\n  {aside}" if aside else ""
     if end.given_up is not None:
-        one = end.given_up
+        given_up = end.given_up
         message = failing.tell(
             run,
-            one.cause,
-            others=one.others,
-            world=one.world,
-            out_of_memory=one.out_of_memory,
-            host=one.host,
+            given_up.cause,
+            others=given_up.others,
+            world=given_up.world,
+            out_of_memory=given_up.out_of_memory,
+            host=given_up.host,
             at_most=end.at_most,
         )
-        why = f"\n  given up: {one.why}" if one.why else ""
-        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step, "cause": one.cause.kind}
+        why_text = f"\n  given up: {given_up.why}" if given_up.why else ""
+        return f"{message}{more}{why_text}", {
+            "rank": given_up.cause.rank,
+            "step": given_up.cause.step,
+            "cause": given_up.cause.kind,
+        }
     saved = failing.last_checkpoint(run, at_most=end.at_most)
     resume = f"resume with: phalanx train --resume {run.path}"
-    # 130 says that all went as asked: a run that was to save before it stopped, and could not, has failed in that. The
-    # second Ctrl-C asks to stop without saving.
+    # Exit code 130 means that all went as requested: a run that was to save before it stopped, and could not, has
+    # failed in that. The second Ctrl-C asks to stop without saving.
     lost = failing.unsaved_steps(run, saved) if end.how in ("killed", "killed at once", "stopped") else ""
     code = {"exit_code": FAILED} if lost and end.how != "killed at once" else {}
     if end.how in ("killed", "killed at once"):
-        kept = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
-        return "; ".join(filter(None, (end.message, f"{kept}{more}", lost))), {"step": saved, **code}
+        checkpoint_text = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
+        return "; ".join(filter(None, (end.message, f"{checkpoint_text}{more}", lost))), {"step": saved, **code}
     if end.how == "unfit":
-        kept = f"\n  last good checkpoint: step {saved:,}; {resume}" if saved is not None else ""
-        return f"{end.message}{kept}{more}", {}
+        checkpoint_text = f"\n  last good checkpoint: step {saved:,}; {resume}" if saved is not None else ""
+        return f"{end.message}{checkpoint_text}{more}", {}
     if end.how == "stopped":
-        kept = f"saved step {saved:,}" if saved is not None else "nothing was saved"
-        return "; ".join(filter(None, (f"stopped as asked: {kept}", lost, resume))), {"step": saved, **code}
+        checkpoint_text = f"saved step {saved:,}" if saved is not None else "nothing was saved"
+        return "; ".join(filter(None, (f"stopped as asked: {checkpoint_text}", lost, resume))), {"step": saved, **code}
     return "", {"step": saved}
 
 
 def set_aside_text(run: Run, *, after: int) -> str:
-    """Set the checkpoints of more than `after` steps aside, and name them; empty when there are none."""
+    """Set the checkpoints of more than `after` steps aside and return a text that names them.
+
+    The text is empty when there are none.
+    """
     set_untrusted_aside(run, after=after)
     steps, root = untrusted_steps(run, after=after), run.checkpoints
     if not steps:

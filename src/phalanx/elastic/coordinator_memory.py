@@ -1,4 +1,4 @@
-"""What the next coordinator must know, in files of the run folder: `coordinator.json`, and who is which rank."""
+"""The state that a coordinator leaves for the next one, in `coordinator.json` and a members file of the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Address = tuple[str, int]
 
 
 class CoordinatorMemory:
-    """Written by whoever holds the newest term, read by whoever holds the next.
+    """Reads and writes that state: the holder of the newest term writes it, the holder of the next term reads it.
 
-    Who is which rank changes with the membership alone, and is in a file of its own (two in turn, so that a process
-    that dies in between leaves a pair that fits): what is written every second is small for any number of ranks.
+    The assignment of ranks changes only with the membership, and is in a separate file (two in turn, so that a process
+    that dies in between leaves a matching pair): what is written every second is small for any number of ranks.
     """
 
     def __init__(self, run: Run, *, started_s: float) -> None:
@@ -30,9 +30,14 @@ class CoordinatorMemory:
         self._members_file = ""
 
     def save(self, saved: SavedState, address: Address, *, term: int) -> None:
-        """Write it down, and where we listen; who is which rank only where that has changed."""
+        """Write the state and the address where this coordinator listens.
+
+        The members' file is written only where it has changed.
+        """
         members = (saved.membership, saved.pids, saved.peers)
-        if not self._members or any(one is not other for one, other in zip(members, self._members, strict=True)):
+        if not self._members or any(
+            value is not written for value, written in zip(members, self._members, strict=True)
+        ):
             number = 1 - int(self._members_file == "coordinator-members-1.json")
             self._members_file, self._members = f"coordinator-members-{number}.json", members
             text = orjson.dumps(saved.members_json(), option=orjson.OPT_APPEND_NEWLINE).decode()
@@ -42,21 +47,23 @@ class CoordinatorMemory:
         replace_text(self._run.path / "coordinator.json", json.dumps(body) + "\n")
 
     def load(self) -> SavedState:
-        """What the coordinator before us knew, if it was one of the same launch; nothing otherwise."""
+        """Return the state of the previous coordinator of the same launch; an empty one when there is none."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             body = load_json(self._run.path / "coordinator.json")
             if float(body["started"]) == self._started_s:
                 name = Path(str(body["members"])).name
-                self._members_file = name  # the next is written into the other one
+                # The next write goes into the other file.
+                self._members_file = name
                 members = orjson.loads((self._run.path / name).read_bytes())
                 saved = SavedState.from_json({**body, **members})
-                self._members = (saved.membership, saved.pids, saved.peers)  # what is there need not be written again
+                # The present state need not be written again.
+                self._members = (saved.membership, saved.pids, saved.peers)
                 return saved
         return SavedState(generation=current_generation(self._run))
 
 
 def known_coordinator(run: Run) -> tuple[Address, int] | None:
-    """Where the last coordinator that is known listens, and its term."""
+    """Return the address and term of the last coordinator that is known, or None."""
     try:
         body = load_json(run.path / "coordinator.json")
         host, port = body["address"]

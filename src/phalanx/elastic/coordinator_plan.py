@@ -1,7 +1,7 @@
-"""What the coordinator needs of a plan.
+"""The part of a plan that the coordinator needs.
 
-The whole plan knows types of the planner, and with them numpy: most of the time in which a coordinator starts, and
-after a lost one all hosts wait for the next. Whoever launches the run has read and checked the whole.
+Reading a whole plan imports the planner's types, and with them numpy: most of a coordinator's start-up time, during
+which all hosts wait after a coordinator was lost. The launcher of the run has read and checked the whole plan.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from phalanx.plan.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorPlan:
-    """Job and layout of a plan, and how many of its hosts fail together."""
+    """The job and layout of a plan, and how many of its hosts fail together."""
 
     job: Job
     layout: Layout
-    # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; of one host it is itself.
+    # Hosts that fail together: an NVL72 rack is a domain of 18 hosts that share power, cooling and switches; 1
+    # where a domain is one host.
     rack_hosts: int = 1
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> CoordinatorPlan:
-        """From plan.json; raises UserError when it is none."""
+        """Read plan.json; raises UserError for any other text."""
         try:
             body = json.loads(text)
             job, layout, cluster = (dict(body[key]) for key in ("job", "layout", "cluster"))

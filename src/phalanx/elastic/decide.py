@@ -1,8 +1,8 @@
 """All decisions of the coordinator: `decide(state, message) -> (state, actions)`, a pure function.
 
-No clock, no disk, no socket: every situation can be played through in a test, in any order of messages. A run waits
-for its hosts, forms a membership (asked its members, not all have answered), trains, or is over. Messages of agents
-are only taken note of; what is to be done is decided when the clock ticks, up to a hundred times a second.
+No clock, no disk, no socket: a test can play any situation, in any order of messages. A run waits for its hosts, forms
+a membership (its members are asked, not all have answered), trains, or is over. Messages of agents only update the
+state; actions are decided when the clock ticks, up to a hundred times a second.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ from phalanx.elastic.heartbeat_board import (
 from phalanx.elastic.host_view import NO_EXCEPTIONS, HostView
 from phalanx.elastic.membership import HostSlot
 
-CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
-CLOCK_SET_S = 1.0  # between what our clock says has passed and what has, after which it was set
+# An agent reads its clock before a connection that may take so long.
+CONNECT_S = 2.0
+# If Unix time and the monotonic clock differ by more over a period, this host's clock was set meanwhile.
+CLOCK_SET_S = 1.0
 
 
 def initial_state(
     settings: CoordinatorSettings, saved: SavedState, *, hosts: tuple[str, ...], now_s: float, unix_s: float
 ) -> tuple[CoordinatorState, list[Action]]:
-    """A coordinator starts, perhaps in the place of another that wrote `saved` down."""
+    """Return state and actions of a coordinator that starts, perhaps in place of another one that saved `saved`."""
     sign_s = sign_every_s(len(hosts))
     state = CoordinatorState(
         settings=settings,
@@ -74,7 +76,7 @@ def initial_state(
         began_s=now_s,
         listened_s=now_s,
         stepped_s=now_s,
-        # Hosts that join are answered, which is a sign, and told how long it holds: let them come first.
+        # Hosts that join get an answer, which is a sign of life with its own period: let them come first.
         sign_s=now_s + first_sign_s(len(hosts)) - sign_s + min(sign_s / 2, WORD_S),
         takes_over=saved.running,
         awaited_restore=saved.step if saved.running and not saved.forming else None,
@@ -85,12 +87,13 @@ def initial_state(
     if saved.running:
         decision.record("coordinator", state="took over")
     if saved.forming:
-        decision.begin_generation(saved.generation)  # whoever wrote this down may not have come so far
+        # The coordinator that saved this may not have raised the fence yet.
+        decision.begin_generation(saved.generation)
     return decision.state, decision.actions
 
 
 def decide(state: CoordinatorState, message: Input) -> tuple[CoordinatorState, list[Action]]:
-    """The state after a message, and what is to be done, in this order. The given state is left as it was."""
+    """Return the state after a message, and the actions to carry out in this order. The given state is not changed."""
     decision = Decision(state, now_s=message.now_s, unix_s=message.unix_s)
     excuse_own_pause(decision)
     if isinstance(message, AgentMessage):
@@ -137,17 +140,17 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
 
 
 def _show_life(decision: Decision) -> None:
-    """Tell agents that we live, some of them at every tick: telling 16,384 in a row would take a fifth of a second."""
+    """Send signs of life to some of the agents at every tick: to 16,384 in a row takes a fifth of a second."""
     state = decision.state
-    # Those who are still to come, too: they come in thousands.
+    # Hosts that are still to join count too: they come in thousands.
     num_hosts = max(len(state.hosts), len(state.known_hosts))
     sign_s = sign_every_s(num_hosts)
-    passed = (decision.now_s - state.sign_s) / sign_s * BUCKETS
-    count = min(int(passed), BUCKETS)
+    passed_buckets = (decision.now_s - state.sign_s) / sign_s * BUCKETS
+    count = min(int(passed_buckets), BUCKETS)
     if count > 0:
         due = state.hosts.keys_in(range(state.sign_bucket, state.sign_bucket + count))
         state.sign_bucket = (state.sign_bucket + count) % BUCKETS
-        state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
+        state.sign_s = decision.now_s if passed_buckets > BUCKETS else state.sign_s + count * sign_s / BUCKETS
         every_s = heartbeat_every_s(num_hosts, state.job.fault.dead_after_s)
         decision.send_all(due, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
     if sign_s > WATCHER_SIGN_S and decision.now_s - state.watcher_sign_s >= WATCHER_SIGN_S:
@@ -161,7 +164,7 @@ def _show_life(decision: Decision) -> None:
 
 
 def _request_stop(decision: Decision, count: int) -> None:
-    """Somebody asked us to stop, for the `count`th time."""
+    """Note the `count`th request to stop, and pass it on to every agent."""
     state = decision.state
     if count > state.stop_requests:
         state.stop_requests, state.stop_asked_s = count, state.stop_asked_s or decision.now_s
@@ -181,35 +184,40 @@ def _act_on_stop(decision: Decision) -> None:
         kill_all(decision, f"killed: not done within fault.grace_s = {grace_s:g} s after it was asked")
 
 
-# ---- what agents say -------------------------------------------------------------------------------------------------
+# ---- messages of agents
+# ----------------------------------------------------------------------------------------------
 
 
 def _hear_agent(decision: Decision, name: str, message: Message) -> None:
-    """Take note; what nobody knows is left alone, as a newer agent may say it."""
+    """Update the state after a message; unknown kinds are ignored, as a newer agent may send them."""
     kind = str(message.get("kind"))
     if kind == "joined":
         _on_joined(decision, name, message["hello"], message.get("status"))
         return
     host = decision.state.hosts.get(name)
     if host is None:
-        if kind != "gone":  # it was given up, and lives: it is to introduce itself again
+        # The host was given up, and lives: it must join again.
+        if kind != "gone":
             decision.send(name, {"kind": "again"})
         return
     if kind == "beat" and _is_of_training(decision, message):
-        _on_beat(decision, host, message)  # nearly all there is: the host is changed once
+        # Nearly all messages are heartbeats: the host's view is changed once.
+        _on_beat(decision, host, message)
         return
-    if kind == "ready":  # all hosts are at once, and it is changed once for that, too
+    # All hosts send it at the same time, so here too the host's view is changed once.
+    if kind == "ready":
         _on_ready(decision, host, message)
         return
     host = host.changed(heard_s=decision.heard_s)
-    if kind not in SETTING:  # those do so themselves
+    # Those handlers update the host themselves.
+    if kind not in SETTING:
         decision.touch_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
 
 
 def _on_joined(decision: Decision, name: str, hello: Message, status: Message | None) -> None:
-    """An agent has connected; with what it has, where that was part of its hello."""
+    """Add the agent that has connected; its status may be part of its hello."""
     state = decision.state
     is_new = name not in state.hosts
     skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
@@ -219,7 +227,8 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
         problems.append(reason)
     address = str(hello.get("address", ""))
     host = HostView(name, address, decision.heard_s, problems=tuple(problems))
-    if status is not None:  # thousands come at once: each is noted once
+    # Thousands join at once: each host's view is made once.
+    if status is not None:
         host = _with_status(state, host, status)
     decision.set_host(host)
     if name not in state.known_hosts:
@@ -236,7 +245,7 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
 
 
 def _on_status(decision: Decision, host: HostView, message: Message) -> None:
-    """What an agent has that has just connected, perhaps not for the first time."""
+    """Update the processes of an agent that has just connected, perhaps not for the first time."""
     host = _with_status(decision.state, host, message)
     decision.set_host(host)
     _compare_status(decision, host, message)
@@ -253,10 +262,11 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
-    """What a host has with what we know of it: processes that ended meanwhile, and words that it has missed."""
+    """Compare a host's processes with the membership: find those that ended, and repeat messages it missed."""
     state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
     state.arrived_s = decision.now_s
-    _request_stop(decision, int(message["wishes"]))  # before anything is formed of these slots
+    # Before any membership is formed with these slots.
+    _request_stop(decision, int(message["wishes"]))
     if saved.membership is None or not saved.running:
         return
     ranks = saved.membership.ranks_on(host.name)
@@ -267,8 +277,8 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
     ]
     if generation < saved.generation and not saved.forming:
         ended = [rank for rank in ranks.values() if not is_absent(state, rank)]
-    # An agent that knows no membership and has no process of one is new: the same loss as where its predecessor's
-    # connection is found closed first.
+    # An agent that knows no membership and has none of its processes is new: treat it as if the connection of the
+    # agent before it had been found closed.
     is_new_agent = generation == 0 and not any(host.alive.get(slot) == saved.pids[rank] for slot, rank in ranks.items())
     for rank in ended:
         if is_new_agent:
@@ -277,19 +287,20 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
             decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
     if ended:
         return
-    # It was never told, or the word was lost; or the run went on without it, and its ranks may still be training.
-    is_untold = generation < saved.generation and (saved.forming if ranks else generation > 0)
-    if is_untold:
+    # It never got the membership; or the run continued without it, and its ranks may still be training.
+    is_uninformed = generation < saved.generation and (saved.forming if ranks else generation > 0)
+    if is_uninformed:
         tell_membership(decision, [host])
         decision.touch_host(host.changed(announced_generation=saved.generation))
     elif not ranks:
         if generation == saved.generation and message["digest"] != saved.membership.digest:
-            # Its ranks went elsewhere within the generation: those that it still has belong to nobody.
+            # Its ranks moved elsewhere within the generation: its remaining processes belong to no rank.
             decision.send(host.name, {"kind": "clear", "epoch": generation, "slots": sorted(host.alive)})
         return
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
-    elif saved.forming:  # whoever has its slot stays in it
+    elif saved.forming:
+        # A process that already has a rank keeps it.
         for slot in ranks:
             decision.send(host.name, {"kind": "seat", "epoch": saved.generation, "slot": slot})
 
@@ -315,7 +326,7 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
     if rank is None or not saved.running or saved.pids[rank] != pid:
         return
     failure = Failure(**{**message["failure"], "rank": rank})
-    # It never came out of the membership before, or has not even heard of this one: the same incident.
+    # It never left the membership before, or has not been sent this one: the same incident.
     is_leaving = message.get("leaving") or int(message["epoch"]) < saved.generation
     if saved.forming and is_leaving and not failure.is_user:
         if rank not in state.replacing:
@@ -327,15 +338,17 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_left(decision: Decision, host: HostView, message: Message) -> None:
-    """A rank came out of its membership, or several of a host at once."""
-    for one in message.get("ranks", ()):
-        _on_left(decision, host, one)
+    """Note that a rank left its membership, or several ranks of a host at once."""
+    for rank_message in message.get("ranks", ()):
+        _on_left(decision, host, rank_message)
     if "ranks" in message:
         return
     state = decision.state
     generation, place = int(message["epoch"]), HostSlot(host.name, int(message["slot"]))
     known = (state.saved.membership, state.before)
-    membership = next((one for one in known if one is not None and one.generation == generation), None)
+    membership = next(
+        (candidate for candidate in known if candidate is not None and candidate.generation == generation), None
+    )
     rank = membership.rank_at(place) if membership is not None else None
     if rank is None:
         return
@@ -357,15 +370,17 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
     decision.touch_host(host.answered(decision.heard_s, message, is_ready))
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
-        if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
-            # Their clock was read after we asked.
+        # Otherwise this host's own clock was set.
+        if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:
+            # The other host's clock was read after this request.
             skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
             if abs(skew_s) > MOST_SKEW_S:
-                found = [problem.render() for problem in check_skew(skew_s, host=host.name)]
-                decision.exclude_host(state.hosts[host.name], found)
+                texts = [problem.render() for problem in check_skew(skew_s, host=host.name)]
+                decision.exclude_host(state.hosts[host.name], texts)
 
 
-@lru_cache(maxsize=1024)  # nearly all hosts have the same
+# Nearly all hosts have the same slots.
+@lru_cache(maxsize=1024)
 def _slot_names(slots: tuple[int, ...]) -> frozenset[str]:
     return frozenset(map(str, slots))
 
@@ -383,25 +398,26 @@ def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_restored(decision: Decision, host: HostView, message: Message) -> None:
-    """The ranks went on from a state, which need not be the one they were asked to restore."""
+    """Note the state from which the ranks continue, which need not be the one they were asked to restore."""
     state = decision.state
-    awaited, step, source = state.awaited_restore, int(message["step"]), str(message["source"])
-    if awaited is None or state.saved.forming or int(message["epoch"]) != state.saved.generation:
+    awaited_step, step, source = state.awaited_restore, int(message["step"]), str(message["source"])
+    if awaited_step is None or state.saved.forming or int(message["epoch"]) != state.saved.generation:
         return
     state.awaited_restore = None
-    if step < awaited:
+    if step < awaited_step:
         decision.change_saved(step=step)
-    asked = (state.saved.go or {}).get("restore")
-    if asked is not None and source != "memory":  # copies of an earlier generation are no ancestors of this state
+    asked_restore = (state.saved.go or {}).get("restore")
+    # In-memory checkpoints of an earlier generation are no ancestors of this state.
+    if asked_restore is not None and source != "memory":
         decision.change_saved(lineage=state.saved.lineage.begin(state.saved.generation, source=None))
     decision.record("restore", step=step, source=source)
 
 
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
-    """An agent looked at its host before it formed again, and found it bad."""
+    """Exclude a host whose agent found a problem before the next membership."""
     if int(message["epoch"]) == decision.state.saved.generation:
-        found = [str(text) for text in message["problems"]]
-        decision.exclude_host(host, [text for text in found if text not in host.problems])
+        texts = [str(text) for text in message["problems"]]
+        decision.exclude_host(host, [text for text in texts if text not in host.problems])
 
 
 def _is_of_training(decision: Decision, message: Message) -> bool:
@@ -411,14 +427,14 @@ def _is_of_training(decision: Decision, message: Message) -> bool:
 
 def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
-    progress, told = _progress(message["progress"]), message.get("exceptions")
-    exceptions = {int(slot): _progress(one) for slot, one in told.items()} if told else NO_EXCEPTIONS
+    progress, reported = _progress(message["progress"]), message.get("exceptions")
+    exceptions = {int(slot): _progress(values) for slot, values in reported.items()} if reported else NO_EXCEPTIONS
     decision.touch_host(host.moved(decision.heard_s, progress, exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
     step = progress[0] if progress is not None else saved.step
     if exceptions:
-        step = max(step, *(one[0] if one is not None else step for one in exceptions.values()))
+        step = max(step, *(exception[0] if exception is not None else step for exception in exceptions.values()))
     if step > saved.step:
         state.step_s = max(0.9 * state.step_s, decision.now_s - state.stepped_s)
         state.stepped_s = decision.now_s

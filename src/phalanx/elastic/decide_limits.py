@@ -1,4 +1,4 @@
-"""The limits on incidents that each let the run do a step: another slot, then another host, then the end."""
+"""Limits on incidents between which the run still does steps: the rank moves, its host is excluded, or the run ends."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from phalanx.elastic.incident_history import MAX_INCIDENTS, IncidentHistory
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import format_seconds, plural
 
-WINDOW_S = 3600.0  # in which incidents of any slot and cause may cost more than fault.max_lost
-MIN_LOST_S = 10.0  # a few restarts of a small job cost less, whatever their share of the time
-MAX_CAUSE = 80  # characters of an exception's name that the history keeps
+# The time in which incidents of any slot and cause may cost more than fault.max_lost.
+WINDOW_S = 3600.0
+# A few restarts of a small job cost less, whatever their share of the time.
+MIN_LOST_S = 10.0
+# Characters of an exception's name that the history stores.
+MAX_CAUSE = 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentLimit:
-    """A limit that is reached: what is done about it, and the reason."""
+    """A limit that is reached: the measure to take, and the reason."""
 
-    measure: Literal["move", "exclude", "end"]  # the rank leaves the slot; all ranks leave the host; the run ends
+    # The rank leaves the slot; all ranks leave the host; the run ends.
+    measure: Literal["move", "exclude", "end"]
     reason: str
-    is_exceeded: bool = False  # by one incident: where there is no other slot or host, the run ends
+    # Exceeded by one incident: where there is no other slot or host, the run ends.
+    is_exceeded: bool = False
 
 
 def cause_of(failure: Failure) -> str:
-    """The cause by which incidents are counted."""
+    """Return the cause by which incidents are counted: the kind of failure, and the signal if there is one."""
     return f"{failure.kind} {failure.signal}" if failure.signal else failure.kind[:MAX_CAUSE]
 
 
 def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -> IncidentLimit | None:
-    """The limit that the newest incident reaches, if any.
+    """Return the limit that the newest incident reaches, or None.
 
-    Counted are the incidents since the oldest one since which they cost more than `max_lost` of the wall time: a slot
-    that fails once a day reaches no limit, however long the run.
+    Incidents count since the oldest one from which on they cost more than `max_lost` of the wall time: a slot that
+    fails once a day reaches no limit, however long the run.
     """
     first = history.costly_since(max_lost, min_lost_s=MIN_LOST_S)
     if first is None:
         return None
     newest, costly = history.incidents[-1], history.incidents[first:]
     place, cause = newest.place, newest.cause
-    by_slot = Counter(one.place for one in costly if one.cause == cause)
+    by_slot = Counter(incident.place for incident in costly if incident.cause == cause)
     times = max(2, min(restarts, MAX_INCIDENTS // 8))
     span_s = newest.began_s - costly[0].began_s
     cost = (
@@ -50,7 +55,7 @@ def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -
     )
     where = f"slot {place.slot} of host {place.host}"
     count = sum(by_slot.values())
-    on_host = sum(by_slot[one] for one in by_slot if one.host == place.host)
+    on_host = sum(by_slot[slot] for slot in by_slot if slot.host == place.host)
     if cause in UNCLEAR:
         if count >= 2 * times:
             reason = f"{plural(count, 'failure')} with {cause}, last of {where}, and no rank is known to blame; {cost}"
@@ -61,10 +66,10 @@ def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -
             return IncidentLimit(measure="exclude", reason=reason, is_exceeded=on_host > times)
     else:
         is_host_full = on_host > by_slot[place] and on_host >= 2 * times
-        others = sorted(_hosts_at_limit(by_slot, times) - {place.host})
-        if others and (is_host_full or by_slot[place] >= times):
+        other_hosts = sorted(_hosts_at_limit(by_slot, times) - {place.host})
+        if other_hosts and (is_host_full or by_slot[place] >= times):
             reason = f"{where} failed {plural(by_slot[place], 'time')} with {cause}"
-            hosts = ", ".join(others)
+            hosts = ", ".join(other_hosts)
             return IncidentLimit(
                 measure="end", reason=f"{reason}, as others on {hosts} did: it is no fault of a host; {cost}"
             )
@@ -81,7 +86,7 @@ def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -
 
 
 def _hosts_at_limit(by_slot: Counter[HostSlot], times: int) -> set[str]:
-    """Hosts of which one slot, or several together, have reached a limit."""
+    """Return the hosts on which one slot, or several together, have reached a limit."""
     by_host: dict[str, list[int]] = {}
     for place, failures in by_slot.items():
         by_host.setdefault(place.host, []).append(failures)

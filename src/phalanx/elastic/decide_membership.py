@@ -1,4 +1,4 @@
-"""The next generation: who is asked to take part, when all of them go, and from which state."""
+"""Decisions about the next generation: its members, when they go, and the state from which they continue."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ from phalanx.elastic.membership import HostSlot, Membership, next_membership, re
 from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import find_whole_step
 
-# For an agent to start another process in a slot. Shorter is no gain: the run would shrink, and grow again seconds
-# later, where a fork took long (a busy machine, a process of many gigabytes).
+# For an agent to start another process in a slot. Shorter is no gain: where a fork takes long (a busy machine, a
+# process of many gigabytes) the run would shrink, and grow again seconds later.
 REPLACE_S = 10.0
-MOST_LISTED = 4096  # members in one event: a line of 1 MiB is the longest that readers take
-SPREAD_S = 30.0  # to wait for all hosts at the start where those that came have spare slots enough for everybody
-REGROW_S = 1.0  # slots that came back are to stay this long before the ranks are disturbed
+# Members in one event: a line of 1 MiB is the longest that readers accept.
+MOST_LISTED = 4096
+# To wait for all hosts at the start, where the hosts that came have enough spare slots for all ranks.
+SPREAD_S = 30.0
+# Slots that came back must stay this long before the ranks are interrupted.
+REGROW_S = 1.0
 
 
 def await_hosts(decision: Decision) -> None:
-    """Before the first membership: begin as soon as there are slots for the plan, or with fewer when time is up."""
+    """Begin the first membership as soon as there are slots for the plan, or with fewer ranks when the time is over."""
     state, patience_s = decision.state, decision.state.job.comm.init_timeout_s
-    wanted = state.settings.most_devices
+    num_wanted = state.settings.most_devices
     have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
     waited_s = decision.now_s - state.began_s
-    if state.num_usable >= wanted and (
-        # Else the first host to come would run in its spare slots what others are to run, and hold all copies itself.
+    if state.num_usable >= num_wanted and (
+        # Otherwise the first host to join would run in its spare slots the ranks meant for others, and hold all
+        # replicas itself.
         (have_all_arrived and state.num_here >= state.settings.num_hosts)
-        or sum(not state.is_spare(place) for place in state.living_slots()) >= wanted
+        or sum(not state.is_spare(place) for place in state.living_slots()) >= num_wanted
         or waited_s > min(patience_s, SPREAD_S)
     ):
         form(decision, "start")
@@ -55,17 +59,17 @@ def await_hosts(decision: Decision) -> None:
         several = len(state.host_order) > 1
         if several and form(decision, "some hosts did not arrive"):
             return
-        here = ", ".join(name for name in state.host_order if name in state.hosts) or "no host"
+        names = ", ".join(name for name in state.host_order if name in state.hosts) or "no host"
         message = (
             f"{state.settings.run_path}: {state.num_usable} of {state.settings.planned.devices} ranks "
-            f"arrived within {patience_s:g} s\n  here: {here}\n  look at the logs of the agents that are missing"
+            f"arrived within {patience_s:g} s\n  here: {names}\n  look at the logs of the agents that are missing"
         )
         end = EndRun(state="failed", exit_code=FAILED, message=message, generation=state.saved.generation)
         decision.end_run(end)
 
 
 def form(decision: Decision, reason: str) -> bool:
-    """Announce the next generation; False when there is no membership for the slots that live."""
+    """Announce the next generation; False when the living slots allow no membership."""
     state = decision.state
     before = state.saved.membership
     policy = state.job.fault.recovery
@@ -90,7 +94,8 @@ def form(decision: Decision, reason: str) -> bool:
         return False
     state.before = before
     decision.forget_failures()
-    hosts = list(state.hosts.values())  # as they were told of the membership before
+    # As they were informed of the membership before.
+    hosts = list(state.hosts.values())
     decision.announce_membership(membership.generation)
     alive = {host.name: host.alive for host in hosts}
     pids = _process_ids(state, membership, alive)
@@ -116,7 +121,7 @@ def form(decision: Decision, reason: str) -> bool:
 
 
 def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
-    """The processes of each host with which the present membership was formed, by us and with no rank moved since."""
+    """Return the processes by host with which this coordinator formed the membership, if no rank moved since."""
     formed = state.formed
     return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
 
@@ -124,27 +129,27 @@ def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
 def _process_ids(
     state: CoordinatorState, membership: Membership, alive: Mapping[str, Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """The process of every rank; of 131,072 only those are looked up whose host has others than it had before."""
+    """Return the process of every rank; of 131,072 only those are looked up whose host has changed."""
     before, old = state.saved.membership, _formed_with(state)
     if before is None or len(state.saved.pids) != membership.world:
         return tuple(alive[name][slot] for name, slot in membership.slots)
     pids = list(state.saved.pids)
     is_same = before.has_same_ranks(membership)
     for name in membership.hosts:
-        mine = alive[name]
-        if old.get(name) is not mine or not (is_same or before.has_same_ranks_on(name, membership)):
+        processes = alive[name]
+        if old.get(name) is not processes or not (is_same or before.has_same_ranks_on(name, membership)):
             for slot, rank in membership.ranks_on(name).items():
-                pids[rank] = mine[slot]
+                pids[rank] = processes[slot]
     return tuple(pids)
 
 
 def _record_membership(decision: Decision, reason: str) -> None:
-    """Who is which rank; of many, only what changed hands in ranges, in as many events as it takes."""
+    """Record the rank of every slot; a large membership in ranges of slots, in as many events as needed."""
     state, membership, pids = decision.state, decision.state.membership, decision.state.saved.pids
     if membership.world <= MOST_LISTED:
         members: list[Message] = [
-            {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]}
-            for rank, one in enumerate(membership.slots)
+            {"rank": rank, "host": place.host, "slot": place.slot, "pid": pids[rank]}
+            for rank, place in enumerate(membership.slots)
         ]
     else:
         members = [
@@ -163,15 +168,16 @@ def _record_membership(decision: Decision, reason: str) -> None:
 
 
 def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
-    """Tell hosts of the present membership: whoever has the same ranks as before hears only that.
+    """Send the present membership to hosts; a host with the same ranks as before gets only a reference to those.
 
-    In the usual case, a process that is replaced in its slot, this is one short message that is the same for everybody.
+    In the usual case, a process that is replaced in its slot, this is one short message that is the same for all hosts.
     """
     membership, before = decision.state.membership, decision.state.before
     summary = {"kind": "form", **membership.summary()}
     same: list[str] = []
     shares: dict[str, Message] = {}
-    is_same = before is not None and before.has_same_ranks(membership)  # of every host
+    # Of every host.
+    is_same = before is not None and before.has_same_ranks(membership)
     for host in hosts:
         name, is_announced = host.name, before is not None and host.announced_generation == before.generation
         if is_announced and before is not None and (is_same or before.has_same_ranks_on(name, membership)):
@@ -184,41 +190,43 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
 
 
 def _replace_lost_slots(state: CoordinatorState, before: Membership, generation: int) -> Membership | None:
-    """The membership before, with other slots for the ranks that have none any more; None where too few are free.
+    """Return the membership before, with other slots for ranks that have lost theirs; None where too few are free.
 
-    What `next_membership` gives for the same layout, without going through all 131,072 slots: through the hosts alone.
+    The result of `next_membership` for the same layout, without visiting all 131,072 slots: only the hosts are visited.
     """
     quarantined = state.saved.quarantined
     lost = {rank for place in quarantined if (rank := before.rank_at(place)) is not None}
-    others: list[HostSlot] = []
+    free_slots: list[HostSlot] = []
     usable = {name: host for name, host in state.hosts.items() if host.is_here and not host.problems}
     formed_with = _formed_with(state)
     for name in before.hosts:
         host = usable.get(name)
         if host is None:
             lost.update(before.ranks_on(name).values())
-        elif host.alive is not formed_with.get(name):  # else every rank here has the process that it began with
+        elif host.alive is not formed_with.get(name):
+            # Otherwise every rank here has the process that it began with.
             lost.update(rank for slot, rank in before.ranks_on(name).items() if slot not in host.alive)
     if not lost:
-        return before.renumbered(generation)  # in every slot there is a process again: the usual case
+        # Every slot has a process again: the usual case.
+        return before.renumbered(generation)
     for name in state.host_order:
         host = usable.get(name)
         if host is not None and host.alive.keys() != (ranks := before.ranks_on(name)).keys():
             free = (HostSlot(name, slot) for slot in sorted(host.alive) if slot not in ranks)
-            others += [place for place in free if place not in quarantined]
-    if len(others) < len(lost):
+            free_slots += [place for place in free if place not in quarantined]
+    if len(free_slots) < len(lost):
         return None
-    return before.with_moved(generation, replace_slots(before, sorted(lost), sorted(others, key=state.is_spare)))
+    return before.with_moved(generation, replace_slots(before, sorted(lost), sorted(free_slots, key=state.is_spare)))
 
 
 def _slots_of_ended(state: CoordinatorState, before: Membership) -> set[HostSlot]:
-    """Slots whose process ended: one that only left, or only spoke for all, is as good as before."""
+    """Return slots whose process ended; one that only left, or only reported for all ranks, is as good as before."""
     failed = {before.slots[rank]: state.saved.pids[rank] for rank in state.failures}
     return {place for place, pid in failed.items() if state.pid_at(place) != pid}
 
 
 def await_members(decision: Decision) -> None:
-    """A membership was announced: as soon as every member has answered, ask what lies on the disk, and go."""
+    """Wait for the members of an announced membership; once all have answered, list the checkpoints and let them go."""
     state = decision.state
     if state.replacing:
         _replace_lost_members(decision)
@@ -235,8 +243,8 @@ def _are_all_ready(state: CoordinatorState) -> bool:
 def _replace_lost_members(decision: Decision) -> None:
     """Put new processes into the slots of members that were lost while they left the membership before.
 
-    The generation stays: nobody was told to go yet, and one failure is one generation. Where no process comes, or lost
-    ranks are not to be replaced, another is formed; that is still the same incident.
+    The generation stays: no member was let go yet, and one failure is one generation. Where no process comes, or lost
+    ranks are not to be replaced, another generation is formed; that is still the same incident.
     """
     state = decision.state
     can_replace = state.job.fault.recovery != "shrink"
@@ -257,7 +265,7 @@ def _replace_lost_members(decision: Decision) -> None:
 
 
 def _record_replacement(decision: Decision, failure: Failure, place: HostSlot, *, pid: int) -> None:
-    """A process was lost while it left the membership before (the same incident); another is in its place."""
+    """Record that a process was lost while it left the membership before (the same incident), and was replaced."""
     decision.record(
         "replacement",
         rank=failure.rank,
@@ -270,7 +278,7 @@ def _record_replacement(decision: Decision, failure: Failure, place: HostSlot, *
 
 
 def _form_without(decision: Decision, unfit: Sequence[str]) -> None:
-    """Members turned out to be on bad hosts before anybody was told to go: no rank failed, so it is no incident."""
+    """Form again without members on hosts that were found bad before the start: no rank failed, so no incident."""
     state, membership = decision.state, decision.state.membership
     state.unfit_s = state.unfit_s or decision.now_s
     noun = "host" if len(unfit) == 1 else "hosts"
@@ -281,7 +289,7 @@ def _form_without(decision: Decision, unfit: Sequence[str]) -> None:
 
 
 def await_lost_slots(decision: Decision, membership: Membership, waited_s: float) -> bool:
-    """Whether to wait for lost slots: nothing can go on without them, and nobody is disturbed by waiting."""
+    """Return True to wait for lost slots: the run cannot continue without them, and waiting interrupts no rank."""
     state = decision.state
     if state.stop_requests:
         kill_all(decision, "stopped as asked, while not enough ranks were there to go on")
@@ -289,26 +297,29 @@ def await_lost_slots(decision: Decision, membership: Membership, waited_s: float
     if state.job.fault.recovery == "shrink" or waited_s > state.job.comm.init_timeout_s:
         return False
     return any(
-        one.host not in state.hosts or (state.is_usable(one) and not state.is_living(one)) for one in membership.slots
+        place.host not in state.hosts or (state.is_usable(place) and not state.is_living(place))
+        for place in membership.slots
     )
 
 
 def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
-    """Tell the members where everybody is and which state to take up."""
+    """Let the members go: send them each other's addresses and the state to restore."""
     state, saved = decision.state, decision.state.saved
     if saved.membership is None or not saved.forming or state.replacing or not _are_all_ready(state):
-        return  # somebody was lost while the disk was read
+        # A member was lost while the disk was read.
+        return
     membership = saved.membership
     known = dict(state.hosts.items())
     hosts = {name: known[name] for name in membership.hosts}
     answers = [host.ready for host in hosts.values() if host.ready is not None]
-    told = [one for ready in answers for one in ready.get("held", ())]
+    held_steps = [held_step for ready in answers for held_step in ready.get("held", ())]
     trusted = [step for step in checkpoints if saved.at_most is None or step <= saved.at_most]
     on_disk = max(trusted, default=0)
-    # What others than the members' hosts hold cannot be reached.
-    point = find_whole_step(told, lineage=saved.lineage, at_most=saved.at_most)
+    # Replicas on other hosts than the members' cannot be reached.
+    point = find_whole_step(held_steps, lineage=saved.lineage, at_most=saved.at_most)
     if point is not None and on_disk > point.step:
-        point = None  # replicas that could not be renewed for long are older than the disk
+        # Replicas that could not be renewed for long are older than the disk.
+        point = None
     step = point.step if point is not None else on_disk
     went_s = saved.went_s or decision.unix_s
     first = state.hosts[membership.slots[0].host]
@@ -327,7 +338,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
         "went_s": went_s,
     }
     if (replicas := model_replicas(state)) is not None:
-        go["stores"] = [replica_store(state, replicas, one) for one in range(replicas.count)]
+        go["stores"] = [replica_store(state, replicas, replica) for replica in range(replicas.count)]
     source = (point.generation, point.step) if point is not None else None
     state.peer_table = _peer_table(state, hosts, membership)
     state.step_s, state.stepped_s = 0.0, decision.now_s
@@ -343,7 +354,8 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     collectives = _last_collectives(state, known)
     decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
-    state.awaited_restore = step  # ranks report what they really restored: copies and checkpoints may be damaged
+    # Ranks report the step they really restored: replicas and checkpoints may be damaged.
+    state.awaited_restore = step
     shares = {name: {"peers": peers} for name, peers in state.saved.peers.items()}
     decision.send_all(membership.hosts, go, shares)
     decision.send_all([name for name in state.hosts if not membership.has_host(name)], go)
@@ -363,47 +375,53 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
 
 
 def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) -> dict[int, str]:
-    """What ranks were in when they left the membership before; of many, those that differ from most come first."""
-    before, said = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
-    itself = defaultdict[str, list[int]](list)  # ranks that said so themselves
+    """Return the collectives in which ranks were when they left the membership before.
+
+    At most `MOST_LISTED` ranks, those with the rarest collectives first.
+    """
+    before, reported = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
+    # Ranks that reported by themselves.
+    own_reports = defaultdict[str, list[int]](list)
     for rank, text in state.last_collectives.items():
-        itself[text].append(rank)
+        own_reports[text].append(rank)
     for name in before.hosts if before is not None else ():
         host = known.get(name)
-        told = host.ready.get("collectives") if host is not None and host.ready is not None else None
-        for text, slots in told.items() if told else ():
-            said[text].append((name, slots))
+        collectives = host.ready.get("collectives") if host is not None and host.ready is not None else None
+        for text, slots in collectives.items() if collectives else ():
+            reported[text].append((name, slots))
     counts = {
-        text: len(itself.get(text, ())) + sum(len(slots) for _, slots in said.get(text, ()))
-        for text in {**itself, **said}
+        text: len(own_reports.get(text, ())) + sum(len(slots) for _, slots in reported.get(text, ()))
+        for text in {**own_reports, **reported}
     }
-    found: dict[int, str] = {}
-    for text in sorted(counts, key=lambda one: (counts[one], one)):
-        # Only those that are listed are looked up: not all 131,072.
+    listed: dict[int, str] = {}
+    for text in sorted(counts, key=lambda collective: (counts[collective], collective)):
+        # Only the ranks that are listed are looked up: not all 131,072.
         members = (
             ranks[slot]
-            for name, slots in said.get(text, ())
+            for name, slots in reported.get(text, ())
             if before is not None and (ranks := before.ranks_on(name))
             for slot in slots
             if slot in ranks
         )
-        found.update(dict.fromkeys(islice(chain(itself.get(text, ()), members), MOST_LISTED - len(found)), str(text)))
-    return dict(sorted(found.items()))
+        listed.update(
+            dict.fromkeys(islice(chain(own_reports.get(text, ()), members), MOST_LISTED - len(listed)), str(text))
+        )
+    return dict(sorted(listed.items()))
 
 
 def go_of(saved: SavedState, host: str) -> Message:
-    """What one host is told when all go."""
+    """Return the "go" message for one host."""
     assert saved.go is not None
     peers = saved.peers.get(host)
     return {**saved.go, "peers": peers} if peers else saved.go
 
 
 def regrow(decision: Decision) -> None:
-    """A job that shrank takes its planned layout up again, at the end of a step, when the slots are there."""
+    """Let a job that shrank return to its planned layout at the end of a step, when the slots are there."""
     state, membership = decision.state, decision.state.membership
     wanted = state.settings.layout_at(state.saved.step)
-    is_whole = membership.world >= wanted.devices
-    if state.regrow_asked or state.job.fault.recovery != "auto" or is_whole or state.stop_requests:
+    is_complete = membership.world >= wanted.devices
+    if state.regrow_asked or state.job.fault.recovery != "auto" or is_complete or state.stop_requests:
         return
     better = None
     if state.num_usable > membership.world:
@@ -426,7 +444,7 @@ def regrow(decision: Decision) -> None:
 
 
 def end_unfit(decision: Decision) -> None:
-    """Without the hosts that failed their preflight there is no membership."""
+    """End the run: without the hosts that failed their preflight there is no membership."""
     state = decision.state
     lines = [line for text in state.refusals() for line in text.splitlines()]
     decision.end_run(
@@ -442,7 +460,7 @@ def end_unfit(decision: Decision) -> None:
 
 
 def kill_all(decision: Decision, why: str, *, at_once: bool = False) -> None:
-    """End it now, whatever the ranks are doing; `at_once` where that is what was asked."""
+    """End the run now, whatever the ranks are doing; `at_once` where the user asked for that."""
     saved = decision.state.saved
     decision.end_run(
         EndRun(

@@ -1,4 +1,4 @@
-"""Ranks failed, lost each other, hang, or came out of their loop: what that means, and what is done about it."""
+"""Decisions about ranks that failed, lost each other, hang, or came out of their loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from phalanx.elastic.incident_history import IncidentHistory
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import plural
 
-CAUSE_S = 0.5  # after ranks have left without a known cause, time for it to show
+# After ranks have left without a known cause, time for the cause to show.
+CAUSE_S = 0.5
 BACK_OFF_S, MOST_BACK_OFF_S = 0.5, 10.0
-ANSWER_S = 2.0  # for agents to say where their ranks are, and to end one
-MARGIN_S = 10.0  # collectives give up after comm.init_timeout_s themselves, and say more about it than we can
+# For agents to report the places of their ranks, and to kill one.
+ANSWER_S = 2.0
+# Collectives time out after comm.init_timeout_s by themselves, with better messages than the coordinator's.
+MARGIN_S = 10.0
 SLOW_PHASES = {
     Phase.BUILDING: "setting up (communicators, state, first step)",
     Phase.RESTING: "evaluating or saving",
@@ -30,17 +33,17 @@ SLOW_PHASES = {
 
 
 def recover(decision: Decision) -> None:
-    """A rank or a host failed: form again as soon as the slots for it are there, or give up."""
+    """Recover from failed ranks or hosts: form again as soon as the slots are there, or give up."""
     state, membership = decision.state, decision.state.membership
     assert state.noticed_s is not None
     decision.fail_replacing()
     cause = failing.first(list(state.failures.values()))
     waited_s = decision.now_s - state.noticed_s
-    ends = cause.is_user or cause.is_final or state.job.fault.recovery == "stop"
-    if ends or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
+    is_end = cause.is_user or cause.is_final or state.job.fault.recovery == "stop"
+    if is_end or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
         is_clear = waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world
-        why = "" if ends else _too_often(state)
-        if is_clear and (ends or not _leave_slot_out(decision, cause, why)):
+        why = "" if is_end else _too_often(state)
+        if is_clear and (is_end or not _leave_slot_out(decision, cause, why)):
             _give_up(decision, cause, why)
         return
     if (lost := replicas_to_leave_out(state)) is not None:
@@ -56,20 +59,21 @@ def recover(decision: Decision) -> None:
             _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
         )
         if limit is not None and waited_s <= CAUSE_S:
-            return  # the first failure may be a consequence of another one
+            # The first failure may be a consequence of another one.
+            return
         _record_incident(decision, cause)
         if limit is not None and not _can_go_on(decision, cause, limit):
             _give_up(decision, cause, state.limit_reason)
             return
-    said = next(iter(cause.message.splitlines()), "")[:200]
-    reason = f"rank {cause.rank} failed: {cause.kind} {said}".strip()
+    first_line = next(iter(cause.message.splitlines()), "")[:200]
+    reason = f"rank {cause.rank} failed: {cause.kind} {first_line}".strip()
     if form(decision, reason) or await_lost_slots(decision, membership, waited_s):
         return
     _give_up(decision, cause, "\n    ".join(filter(None, (state.limit_reason, _no_slots(state)))))
 
 
 def _history_with(decision: Decision, cause: Failure) -> IncidentHistory:
-    """The history with the present incident."""
+    """Return the history with the present incident added."""
     state, saved = decision.state, decision.state.saved
     return saved.history.after_incident(
         state.membership.slots[cause.rank],
@@ -80,7 +84,7 @@ def _history_with(decision: Decision, cause: Failure) -> IncidentHistory:
 
 
 def _can_go_on(decision: Decision, cause: Failure, limit: IncidentLimit) -> bool:
-    """Whether the run goes on, without the slot or the host that reached a limit where there is another."""
+    """Apply a limit; True when the run continues, without the slot or host that reached it where there is another."""
     state, place = decision.state, decision.state.membership.slots[cause.rank]
     may_shrink = limit.is_exceeded and state.job.fault.recovery in ("auto", "shrink")
     num_needed = 1 if may_shrink else state.membership.world
@@ -101,14 +105,14 @@ def _can_go_on(decision: Decision, cause: Failure, limit: IncidentLimit) -> bool
 
 
 def _leave_slot_out(decision: Decision, cause: Failure, why: str) -> bool:
-    """Whether the run goes on without the one slot that failed again and again, on fewer ranks.
+    """Continue without the one slot that failed repeatedly, on fewer ranks; False where that is not possible.
 
-    Once, until a step further than ever is done: what fails wherever it runs is no slot's fault.
+    Once, until a new furthest step is done: a failure that follows the rank to any slot is not the slot's fault.
     """
     state, place = decision.state, decision.state.membership.slots[cause.rank]
     saved = state.saved
-    others = (state.failures.keys() - state.consequences) - {cause.rank}
-    is_alone = not others and all(one == place for one in saved.slot_failures)
+    other_failures = (state.failures.keys() - state.consequences) - {cause.rank}
+    is_alone = not other_failures and all(failed_place == place for failed_place in saved.slot_failures)
     if state.job.fault.recovery not in ("auto", "shrink") or saved.has_shrunk or not is_alone:
         return False
     _record_incident(decision, cause)
@@ -130,7 +134,7 @@ def _too_often(state: CoordinatorState) -> str:
 
 
 def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
-    """Whether it will soon be clear who is there: a host that hung up, one that joins, a process being started."""
+    """True when it will soon be clear which processes are there: a host disconnected or joins, or a process starts."""
     if state.num_here < len(state.hosts):
         return True
     if state.job.fault.recovery == "shrink" or waited_s > REPLACE_S:
@@ -141,7 +145,7 @@ def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
 
 
 def _record_incident(decision: Decision, cause: Failure) -> None:
-    """Record it, once; a slot that fails again and again is left alone when there is another."""
+    """Record the incident, once; a slot that fails repeatedly is quarantined when there is another."""
     state, membership = decision.state, decision.state.membership
     if not state.is_new_incident:
         return
@@ -170,17 +174,19 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
 
 
 def _give_up(decision: Decision, cause: Failure, why: str = "", *, rollback: RollBack | None = None) -> None:
-    """The run has failed: one message, with what others did and what is left."""
+    """End the run as failed, with one message that includes the other failures."""
     state, membership = decision.state, decision.state.membership
     _record_incident(decision, cause)
-    left = [
-        Failure(rank=rank, step=int(one["step"]), at_s=decision.unix_s, kind="Left", message=str(one.get("why")))
-        for rank, one in sorted(state.left.items())
-        if rank not in state.failures and not one.get("state") and not one.get("fault")
+    left_failures = [
+        Failure(
+            rank=rank, step=int(message["step"]), at_s=decision.unix_s, kind="Left", message=str(message.get("why"))
+        )
+        for rank, message in sorted(state.left.items())
+        if rank not in state.failures and not message.get("state") and not message.get("fault")
     ]
     given_up = GivenUp(
         cause=cause,
-        others=(*(one for one in state.failures.values() if one is not cause), *left),
+        others=(*(failure for failure in state.failures.values() if failure is not cause), *left_failures),
         why=why,
         world=membership.world,
         host=membership.slots[cause.rank].host if len(state.host_order) > 1 else "",
@@ -204,12 +210,12 @@ def _give_up(decision: Decision, cause: Failure, why: str = "", *, rollback: Rol
 
 
 def after_all_left(decision: Decision) -> None:
-    """Every rank came out of its loop."""
+    """Decide what follows when every rank came out of its loop."""
     state = decision.state
     generation = state.saved.generation
-    ends = {str(one.get("state") or "") for one in state.left.values()}
+    ends = {str(message.get("state") or "") for message in state.left.values()}
     if ends == {"reform"}:
-        decision.change_saved(step=max(int(one["step"]) for one in state.left.values()))
+        decision.change_saved(step=max(int(message["step"]) for message in state.left.values()))
         if not form(decision, "as planned"):
             message = f"{state.settings.run_path}: no membership is left for step {state.saved.step}"
             decision.end_run(EndRun(state="failed", exit_code=FAILED, message=message, generation=generation))
@@ -224,21 +230,22 @@ def after_all_left(decision: Decision) -> None:
 
 
 def after_some_left(decision: Decision) -> None:
-    """Ranks lost each other, or their numbers, and every process lives."""
+    """Decide what follows when ranks lost each other, or found wrong numbers, while every process lives."""
     state = decision.state
-    astray = [message for _, message in sorted(state.left.items()) if message.get("fault")]
-    if astray:
-        _roll_back(decision, astray[0])
+    faulty = [message for _, message in sorted(state.left.items()) if message.get("fault")]
+    if faulty:
+        _roll_back(decision, faulty[0])
         return
-    rank, message = min(state.left.items(), key=lambda one: (bool(one[1].get("state")), one[0]))
+    rank, message = min(state.left.items(), key=lambda entry: (bool(entry[1].get("state")), entry[0]))
     if message.get("state"):
-        state.left_s = None  # some are done, the others are still at it
+        # Some are done, the others still train.
+        state.left_s = None
     elif not _is_culprit_dealt_with(decision):
         decision.fail(rank, "Left", str(message.get("why") or "left its membership"), step=int(message["step"]))
 
 
 def _roll_back(decision: Decision, message: Message) -> None:
-    """All ranks agree that the state is not to be trusted: go on from before it, without those to blame."""
+    """Go back to a step before the state that all ranks agree not to trust, without the ranks to blame."""
     state, membership = decision.state, decision.state.membership
     sound, step, why = int(message["sound"]), int(message["step"]), str(message["why"])
     is_again = step in state.saved.rolled_back
@@ -263,14 +270,16 @@ def _roll_back(decision: Decision, message: Message) -> None:
     limit = reached_limit(
         _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
     )
-    if limit is not None and limit.measure == "end":  # else the suspects are quarantined below
+    # Otherwise the suspects are quarantined below.
+    if limit is not None and limit.measure == "end":
         _give_up(decision, cause, limit.reason, rollback=rollback)
         return
     _record_incident(decision, cause)
     for suspect in suspects:
         decision.quarantine_slot(membership.slots[suspect], why)
     if form(decision, f"roll back to step {sound}: {why}"):
-        decision.actions.append(rollback)  # after the fence has moved: the old membership commits nothing more
+        # After the fence was raised: the old membership commits nothing more.
+        decision.actions.append(rollback)
     else:
         _give_up(decision, cause, _no_slots(state), rollback=rollback)
 
@@ -279,7 +288,7 @@ def _roll_back(decision: Decision, message: Message) -> None:
 
 
 def find_hung_rank(decision: Decision) -> None:
-    """Nothing moves: ask where everybody is, and end the one that does not wait for others."""
+    """Ask all ranks for their stacks when none makes progress, and kill the one that does not wait for others."""
     state = decision.state
     if decision.now_s - state.killed_s < ANSWER_S:
         return
@@ -292,21 +301,27 @@ def find_hung_rank(decision: Decision) -> None:
     state.stacks_asked_s = None
     if not _is_nothing_moving(state):
         return
-    found = _culprit(state, set(state.membership.slots))  # _members leaves out who is absent
-    if found is None:
+    # `_members` leaves out absent ranks.
+    culprit = _culprit(state, set(state.membership.slots))
+    if culprit is None:
         decision.fail(0, "Deadlock", "every rank waits for another, and none moves")
         return
-    host, slot, place = found
-    told = host.progress_of(slot)
-    assert told is not None
-    phase = told[1]
-    what, bound = SLOW_PHASES.get(Phase(phase)), f"{_patience_s(state, phase):g} s"
-    text = f", {what}, which may take comm.init_timeout_s + {MARGIN_S:g} s = {bound}" if what is not None else ""
+    host, slot, place = culprit
+    progress = host.progress_of(slot)
+    assert progress is not None
+    phase = progress[1]
+    activity, bound = SLOW_PHASES.get(Phase(phase)), f"{_patience_s(state, phase):g} s"
+    text = (
+        f", {activity}, which may take comm.init_timeout_s + {MARGIN_S:g} s = {bound}" if activity is not None else ""
+    )
     _kill_rank(decision, host, slot, place, patience=text)
 
 
 def _is_culprit_dealt_with(decision: Decision) -> bool:
-    """Ranks gave up waiting: whether one that is still in, and has not moved for long, is being dealt with."""
+    """True when a rank that is still in the membership, and has not moved for long, is being handled.
+
+    Called when other ranks gave up waiting.
+    """
     state = decision.state
     if decision.now_s - state.killed_s < ANSWER_S:
         return True
@@ -325,14 +340,14 @@ def _is_culprit_dealt_with(decision: Decision) -> bool:
     if not _have_all_answered(decision):
         return True
     state.stacks_asked_s = None
-    found = _culprit(state, hung)
-    if found is not None:
-        _kill_rank(decision, *found)
-    return found is not None
+    culprit = _culprit(state, hung)
+    if culprit is not None:
+        _kill_rank(decision, *culprit)
+    return culprit is not None
 
 
 def _members(state: CoordinatorState) -> Iterator[tuple[HostView, int]]:
-    """Host and slot of every rank that trains and whose host is there."""
+    """Yield host and slot of every rank that trains and whose host is there."""
     for rank, place in enumerate(state.membership.slots):
         host = state.hosts.get(place.host)
         if host is not None and not is_absent(state, rank):
@@ -340,22 +355,22 @@ def _members(state: CoordinatorState) -> Iterator[tuple[HostView, int]]:
 
 
 def _is_nothing_moving(state: CoordinatorState) -> bool:
-    """Whether every rank has told of itself, and none has got anywhere for longer than its phase may take.
+    """True when every rank has reported, and none has made progress for longer than its phase may take.
 
-    The first rank that moves says no: in a healthy run that is the first one looked at.
+    The first rank that moves decides: in a healthy run that is the first one checked.
     """
     for rank, place in enumerate(state.membership.slots):
         if is_absent(state, rank):
             continue
         host = state.hosts.get(place.host)
-        told = host.progress_of(place.slot) if host is not None else None
-        if told is None or told[2] <= _patience_s(state, told[1]):
+        progress = host.progress_of(place.slot) if host is not None else None
+        if progress is None or progress[2] <= _patience_s(state, progress[1]):
             return False
     return True
 
 
 def _patience_s(state: CoordinatorState, phase: int) -> float:
-    """Steps are known to take as long as the last ones; nothing is known of set-up, of a rest, and of native code."""
+    """Return how long a phase may take: steps like the last ones; set-up, pauses and native code up to a timeout."""
     if phase == Phase.TRAINING:
         return state.job.fault.dead_after_s + 3 * state.step_s
     return state.job.comm.init_timeout_s + MARGIN_S
@@ -376,16 +391,16 @@ def _have_all_answered(decision: Decision) -> bool:
 
 
 def _culprit(state: CoordinatorState, among: Set[HostSlot]) -> tuple[HostView, int, str] | None:
-    """The one of some slots that waits for nobody and came least far; its host, slot and place in the code."""
-    found = [
-        (told[0], state.membership.rank_at(HostSlot(host.name, slot)) or 0, host, slot)
+    """Return host, slot and place in the code of the rank that waits for no other and is furthest behind."""
+    candidates = [
+        (progress[0], state.membership.rank_at(HostSlot(host.name, slot)) or 0, host, slot)
         for host, slot in _members(state)
         if HostSlot(host.name, slot) in among and host.stacks and slot in host.stacks
-        if not host.stacks[slot][0] and (told := host.progress_of(slot)) is not None
+        if not host.stacks[slot][0] and (progress := host.progress_of(slot)) is not None
     ]
-    if not found:
+    if not candidates:
         return None
-    _, _, host, slot = min(found, key=lambda one: one[:2])
+    _, _, host, slot = min(candidates, key=lambda candidate: candidate[:2])
     assert host.stacks is not None
     return host, slot, host.stacks[slot][1]
 

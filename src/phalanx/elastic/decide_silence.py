@@ -1,4 +1,4 @@
-"""Hosts that say nothing, or hung up: when they are given up, and when it was us who did not listen."""
+"""Decisions about silent hosts: when they are given up, and when the coordinator itself did not listen."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from phalanx.elastic.coordinator_state import CoordinatorState
 from phalanx.elastic.decision import Decision
 from phalanx.elastic.failure import HOST_LOST
 
-PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
-PAUSE_COUNTS_S = 0.01  # of a pause is not excused: who spoke before it is told from who spoke after it
-MOST_PAUSES = 4  # of our own that excuse one host's silence: on a starved machine they follow each other for minutes
-RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
-TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
+# If two turns are further apart, the coordinator itself did not listen.
+PAUSE_S = 1.0
+# Of a pause so much is not excused, to distinguish messages before it from messages after it.
+PAUSE_COUNTS_S = 0.01
+# Own pauses that excuse one host's silence: on a starved machine they follow each other for minutes.
+MOST_PAUSES = 4
+# An agent that disconnected may be back at once; one whose host is gone is not.
+RECONNECT_S = 1.0
+# For agents to find a new coordinator, as long as nothing seems to be wrong.
+TAKE_OVER_S = 5.0
 
 
 def excuse_own_pause(decision: Decision) -> None:
-    """If it was us who did not run for a while, the others are not to blame.
+    """Excuse hosts for the time in which the coordinator itself did not run.
 
-    But one that says nothing through several pauses is: between them we did listen (`_give_up_silent_hosts`). Before
-    the message is taken note of: whoever speaks after our pause needs no excuse for what comes after it.
+    A host that is silent through several pauses is not excused: between them the coordinator did listen
+    (`_give_up_silent_hosts`). Called before the message is handled: a host that sends after the pause needs no excuse
+    for later silence.
     """
     state, now = decision.state, decision.now_s
     paused_s, state.listened_s = now - state.listened_s, now
     if paused_s > PAUSE_S:
         state.excused_s += paused_s - PAUSE_COUNTS_S
-        state.stepped_s += paused_s  # no step has taken so long
-        # Hosts that come to a new coordinator may be at the door.
+        # The pause is not the duration of a step.
+        state.stepped_s += paused_s
+        # Hosts that join a new coordinator may be waiting to be accepted.
         state.began_s, state.arrived_s = state.began_s + paused_s, state.arrived_s + paused_s
         decision.heard_s = now - state.excused_s
         state.own_pauses = (*state.own_pauses, (now, decision.heard_s))
@@ -36,18 +43,18 @@ def excuse_own_pause(decision: Decision) -> None:
 
 
 def _unexcused_after_s(state: CoordinatorState) -> float:
-    """Silence through `MOST_PAUSES` of our own pauses counts once it has lasted so long."""
+    """Silence through `MOST_PAUSES` of the coordinator's own pauses counts once it has lasted this long."""
     return 2 * state.job.fault.dead_after_s
 
 
 def give_up_hosts(decision: Decision) -> None:
-    """Hosts that hung up and did not come back, or say nothing any more."""
+    """Give up hosts that disconnected and did not return, or that are silent."""
     state, now = decision.state, decision.now_s
     if now > state.check_hosts_s:
         _give_up_silent_hosts(decision)
     if state.takes_over:
         patience_s = RECONNECT_S if state.failures or state.left else TAKE_OVER_S
-        # As long as hosts come, others may be under way: thousands cannot come at once.
+        # As long as hosts join, others may be under way: thousands cannot join at once.
         is_waiting = now - max(state.began_s, state.arrived_s) < patience_s
         if is_waiting and state.num_here < state.membership.num_hosts:
             return
@@ -62,15 +69,16 @@ def give_up_hosts(decision: Decision) -> None:
 
 
 def _give_up_silent_hosts(decision: Decision) -> None:
-    """Goes through all hosts, and not again before another could be due: who speaks from now on is due later than now.
+    """Give up silent hosts, and compute when the next one could be due: a host that sends now is due later than that.
 
-    One that hangs up meanwhile says so itself (`_on_gone`).
+    A host that disconnects meanwhile is noticed separately (`_on_gone`).
     """
     state, now, dead_after_s = decision.state, decision.now_s, decision.state.job.fault.dead_after_s
     until_s, excused_s = now + dead_after_s, state.excused_s
     unexcused_s = -inf
     if len(state.own_pauses) >= MOST_PAUSES and now - state.own_pauses[0][0] > _unexcused_after_s(state):
-        unexcused_s = state.own_pauses[0][1]  # who has not spoken since was silent through all of them
+        # A host that has not sent since was silent through all of them.
+        unexcused_s = state.own_pauses[0][1]
     for name, host in state.hosts.items():
         silent = now - excused_s - host.heard_s > dead_after_s or host.heard_s < unexcused_s
         gone_s = host.gone_s

@@ -1,9 +1,9 @@
-"""Who coordinates a run: one small interface, with files, etcd or a Kubernetes Lease behind it.
+"""The election of a run's coordinator: one small interface, implemented with files, etcd or a Kubernetes Lease.
 
-Whoever holds the newest term coordinates. A term is a number that only grows: the fencing number. Its holder shows that
-it lives by renewing; a holder that is frozen (SIGSTOP, a host that swaps, a paused virtual machine) does not, and loses
-its lease. When it wakes up it finds a newer term, and ends before it does anything. What the next coordinator must know
-is in the run folder in any case (coordinator_memory.py).
+The process that holds the newest term coordinates. A term is a number that only grows: the fencing number. Its holder
+shows that it lives by renewing; a holder that is frozen (SIGSTOP, a host that swaps, a paused virtual machine) does
+not, and loses its lease. When it wakes up it finds a newer term, and exits before it does anything. The state that the
+next coordinator needs is in the run folder in any case (coordinator_memory.py).
 """
 
 from __future__ import annotations
@@ -16,54 +16,59 @@ from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.job.run_sections import ELECTION_PATTERN
 from phalanx.record.run import Run
 
-LEASE_S = 4.0  # without a sign of life, after which a holder has lost its term
-RENEW_S = 1.0  # between two signs of life, and between two looks at those of another
+# Without a sign of life for so long, a holder has lost its term.
+LEASE_S = 4.0
+# Between two signs of life, and between two checks for those of another holder.
+RENEW_S = 1.0
 FILE = "file"
 KINDS = "file, etcd:URL[,URL…], kubernetes[:NAMESPACE[/NAME]]"
 
 
 class Deposed(Exception):
-    """Another process holds a newer term: this one must not write, send or end anything any more."""
+    """Raised when another process holds a newer term: this process must not write, send or end anything any more."""
 
 
 class ElectionUnavailable(Exception):
-    """The service that keeps the terms cannot be reached, or refuses us."""
+    """Raised when the service that stores the terms cannot be reached, or refuses this process."""
 
 
 class Election(Protocol):
-    """`term` is 0 before `take` has succeeded. Where a service is out of reach, all but `renew` and `check` raise
-    ElectionUnavailable; those two trust a lease that is not over yet."""
+    """The interface of an election. `term` is 0 before `take` has succeeded.
+
+    Where a service is out of reach, all methods but `renew` and `check` raise ElectionUnavailable; those two trust a
+    lease that is not over yet.
+    """
 
     term: int
 
     def take(self) -> bool:
-        """Become the coordinator; False when another is and shows that it lives, which may take `LEASE_S` to see."""
+        """Become the coordinator; False when another process is and shows that it lives, which may take `LEASE_S`."""
         ...
 
     def renew(self) -> None:
-        """Show that we live, at most every `RENEW_S`; raises Deposed."""
+        """Show that this process lives, at most every `RENEW_S`; raises Deposed."""
         ...
 
     def check(self) -> None:
-        """Raises Deposed when another has become the coordinator."""
+        """Raise Deposed when another process has become the coordinator."""
         ...
 
     def release(self) -> None:
-        """Let the next one begin at once."""
+        """Give the term up, so that the next coordinator can begin at once."""
         ...
 
     def is_held(self) -> bool:
-        """Whether some process coordinates now."""
+        """True when some process coordinates now."""
         ...
 
 
 def elected_by(run: Run) -> str:
-    """What the launcher of a run chose; files for a run of an older version."""
+    """Return the election that the launcher of a run chose; files for a run of an older version."""
     return str(run.launch().get("election") or FILE)
 
 
 def open_election(choice: str, run: Run, *, watched: str = "") -> Election:
-    """The election that a job file or `phalanx agent --election` names; `watched` is the text of a `Watched`."""
+    """Open the election that a job file or `phalanx agent --election` names; `watched` is the text of a `Watched`."""
     check_election(choice)
     kind, _, where = choice.partition(":")
     if kind == "etcd":
@@ -81,13 +86,13 @@ def open_election(choice: str, run: Run, *, watched: str = "") -> Election:
 
 
 def check_election(choice: str) -> None:
-    """Raises UserError for a text that names no election."""
+    """Raise UserError for a text that names no election."""
     if re.fullmatch(ELECTION_PATTERN, choice) is None:
         raise mistake("", f"the election {choice!r} is not known", fix=f"use {KINDS}")
 
 
 def choose_election(choices: Sequence[str], run: Run) -> str:
-    """The first of several that works here, tried out before anything depends on it; raises SystemFailure if none does.
+    """Return the first choice that works here, tried before anything depends on it; raises SystemFailure if none does.
 
     The launcher chooses once, and its choice is in launch.json: hosts that chose for themselves might differ.
     """
@@ -101,8 +106,8 @@ def choose_election(choices: Sequence[str], run: Run) -> str:
             else:
                 open_election(choice, run).is_held()
             return choice
-        except ElectionUnavailable as why:
-            problems.append(f"{choice}: {why}")
+        except ElectionUnavailable as error:
+            problems.append(f"{choice}: {error}")
     raise SystemFailure(
         Problem(
             where=str(run.path),
@@ -114,9 +119,9 @@ def choose_election(choices: Sequence[str], run: Run) -> str:
 
 
 def run_name(run: Run) -> str:
-    """What a run is called where many share a service: its folder's name and its own number, in what a host name takes.
+    """Return a run's name in a shared service: its folder's name and its id, in characters of a host name.
 
-    A run of 0.6 has no number; there the name of its folder must do.
+    A run of 0.6 has no id; there the folder's name must do.
     """
     stem = re.sub(r"[^a-z0-9-]+", "-", run.path.name.lower()).strip("-")[:40].strip("-") or "run"
     return f"phalanx-{stem}-{run.run_id[:12]}".rstrip("-")

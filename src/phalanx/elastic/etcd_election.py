@@ -1,8 +1,8 @@
 """Election in etcd (version 3.4 or newer), over the JSON gateway that every member serves at /v3.
 
-One key per run, bound to a lease of etcd's own: while its holder renews the lease the key stays, and nobody else can
-make it. When the holder is dead, frozen or cut off, etcd deletes the key. The revision at which a key was made only
-grows: it is the term.
+One key per run, bound to an etcd lease: while its holder renews the lease the key stays, and no other process can
+create it. When the holder is dead, frozen or cut off, etcd deletes the key. The revision at which a key was created
+only grows: it is the term.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from phalanx.elastic.json_http import HttpProblem, ask_json
 from phalanx.elastic.lease_clock import LeaseClock
 
 PREFIX = "/phalanx/"
-TTL_S = 1.1  # between looks at the seconds that a lease has left: etcd tells whole ones
+# Between reads of the seconds that a lease has left: etcd returns whole seconds.
+TTL_S = 1.1
 
 
 class EtcdElection:
-    """Terms as revisions of a key."""
+    """An election whose terms are the creation revisions of an etcd key."""
 
     def __init__(
         self,
@@ -32,13 +33,13 @@ class EtcdElection:
         lease_clock: LeaseClock | None = None,
     ) -> None:
         self.term = 0
-        self._endpoints = [one.strip().rstrip("/") for one in endpoints]
+        self._endpoints = [endpoint.strip().rstrip("/") for endpoint in endpoints]
         self._key = base64.b64encode(f"{PREFIX}{name}".encode()).decode()
         self.lease_clock = LeaseClock() if lease_clock is None else lease_clock
         self._lease = ""
 
     def take(self) -> bool:
-        """Become the coordinator, unless another renews its lease."""
+        """Become the coordinator, unless another process renews its lease."""
         while True:
             asked_s = self.lease_clock.now()
             lease = str(self._ask("lease/grant", {"TTL": str(math.ceil(self.lease_clock.lease_s))})["ID"])
@@ -55,19 +56,20 @@ class EtcdElection:
                 return False
 
     def _is_renewed(self) -> bool:
-        """Whether the holder renews its lease: the seconds left do not become fewer. False once the key is gone."""
-        left: int | None = None
-        while (held := self._held()) is not None:
-            now = int(self._ask("lease/timetolive", {"ID": str(held.get("lease", "0"))}).get("TTL", "-1"))
-            if left is not None and now >= left and now > 0:  # at 0 it is over: etcd has yet to delete the key
+        """True when the holder renews its lease: the seconds left do not become fewer. False once the key is gone."""
+        remaining_s: int | None = None
+        while (holder := self._held()) is not None:
+            now = int(self._ask("lease/timetolive", {"ID": str(holder.get("lease", "0"))}).get("TTL", "-1"))
+            # At 0 the lease is over: etcd has yet to delete the key.
+            if remaining_s is not None and now >= remaining_s and now > 0:
                 return True
-            left = now
+            remaining_s = now
             self.lease_clock.sleep(max(TTL_S, self.lease_clock.renew_s))
         return False
 
     def _held(self) -> dict[str, Any] | None:
-        found = self._ask("kv/range", {"key": self._key}).get("kvs") or [None]
-        return found[0] if isinstance(found[0], dict) else None
+        rows = self._ask("kv/range", {"key": self._key}).get("kvs") or [None]
+        return rows[0] if isinstance(rows[0], dict) else None
 
     def renew(self) -> None:
         """Renew the lease, at most once in `renew_s`; raises Deposed when it is over."""
@@ -83,26 +85,26 @@ class EtcdElection:
         self.lease_clock.end_renewal()
 
     def check(self) -> None:
-        """Raises Deposed when the key is not ours any more."""
+        """Raise Deposed when the key no longer belongs to this process."""
         try:
-            held = self._held()
+            holder = self._held()
         except ElectionUnavailable:
             self.lease_clock.trust_lease(self.term)
             return
-        if held is None or int(held["create_revision"]) != self.term:
+        if holder is None or int(holder["create_revision"]) != self.term:
             raise Deposed(f"term {self.term} is over")
 
     def release(self) -> None:
-        """Delete the key with the lease."""
+        """Revoke the lease; etcd deletes the key with it."""
         with suppress(ElectionUnavailable):
             self._ask("lease/revoke", {"ID": self._lease})
 
     def is_held(self) -> bool:
-        """Whether there is a key: etcd deletes that of a holder that is gone."""
+        """True when the key exists: etcd deletes that of a holder that is gone."""
         return self._held() is not None
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the first member that gives one; one that answered is asked first the next time."""
+        """Return the answer of the first member that gives one; the next request tries that member first."""
         problems = []
         for endpoint in list(self._endpoints):
             try:
@@ -111,7 +113,7 @@ class EtcdElection:
                 problems.append(str(error))
                 continue
             if status == 200:
-                self._endpoints.sort(key=lambda one: one != endpoint)
+                self._endpoints.sort(key=lambda address: address != endpoint)
                 return answer
             problems.append(
                 f"{endpoint}: status {status}, {answer.get('message') or answer.get('error') or 'no reason'}"

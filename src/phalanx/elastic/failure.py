@@ -1,4 +1,4 @@
-"""Why a rank failed: the file it leaves, which of several failures came first, and how a person is told."""
+"""The failure of a rank: the file it leaves, the first cause among several failures, and the message to the user."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds, plural
 
-MOST_MESSAGE = 4000  # characters of an exception's text that are kept
-MOST_PART = 1000  # of its reason, and of its cure
+# Characters of an exception's text that are stored.
+MOST_MESSAGE = 4000
+MOST_PART = 1000  # of its reason, and of its fix
 HOST_LOST = "HostLost"
-# Failures that do not say that a process or its host is gone: the rank to blame is not known.
+# Failures that do not show that a process or its host is gone: the rank to blame is unknown.
 UNCLEAR = frozenset({"Left", "Deadlock", "Astray"})
-TAIL_BYTES = 2**18  # of rank 0's events that are searched for its last step: hundreds of them
-# What a rank says when it lost its peers: a consequence, never the cause.
+# The end of rank 0's events that is searched for its last step: hundreds of events.
+TAIL_BYTES = 2**18
+# Errors of a rank that lost its peers: a consequence, never the cause.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|timed out|timeout|broken pipe|connectfullmesh|socket|"
     r"nccl|process group|peer",
     re.IGNORECASE,
 )
-# An error of this rank's own device, whatever other words are in it ("the launch timed out"). NCCL begins otherwise.
+# An error of this rank's own device, whatever else its text contains ("the launch timed out"). NCCL errors begin
+# otherwise.
 _OWN_DEVICE = re.compile(r"^\s*CUDA error:")
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
 LESS_MEMORY = (
@@ -46,9 +49,9 @@ LESS_MEMORY = (
 
 
 class LastSaveFailed(SystemFailure):
-    """The last step could not be saved where it belongs: to do the same steps again would end the same way.
+    """Raised when the last step could not be saved in its place; repeating the steps would end the same way.
 
-    `is_rescued` says that it was saved elsewhere, and that the message says where.
+    `is_rescued`: it was saved elsewhere, and the message names the place.
     """
 
     def __init__(self, problems: Problem | Sequence[Problem], *, is_rescued: bool = False) -> None:
@@ -58,7 +61,7 @@ class LastSaveFailed(SystemFailure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One rank's end: by an exception (`kind` is its type), by a signal, or by silence."""
+    """The end of one rank: by an exception (`kind` is its type), by a signal, or by silence."""
 
     rank: int
     step: int  # -1 before the first one
@@ -68,20 +71,23 @@ class Failure:
     module: str = ""
     exit_code: int = 3
     signal: int = 0
-    stack: str = ""  # where it was, as far as it could still be asked
+    # The rank's stack, where it could still be read.
+    stack: str = ""
     why: str = ""  # of the error's first problem
     fix: str = ""
-    is_final: bool = False  # another start of the ranks would not help
-    is_rescued: bool = False  # the step it had is saved, and the message says where
+    # Another start of the ranks would not help.
+    is_final: bool = False
+    # The step it had is saved, and the message names the place.
+    is_rescued: bool = False
 
     @property
     def is_user(self) -> bool:
-        """Whether the job or the call is to blame."""
+        """True when the job or the call is to blame."""
         return self.exit_code == 2
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that another rank went away."""
+        """True when the failure only shows that another rank is gone."""
         if self.kind == "Left":
             return True
         foreign = self.module.startswith(("torch", "builtins")) and self.kind not in (
@@ -95,7 +101,7 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
-    """An exception that ends a rank."""
+    """Return the failure for an exception that ends a rank."""
     problems = error.problems if isinstance(error, PhalanxError) else ()
     parts = (problems[0].why, problems[0].fix) if problems else ("", "")
     why, fix = (redact(visible(text), os.environ)[:MOST_PART] for text in parts)
@@ -116,17 +122,18 @@ def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
 
 
 def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None:
-    """Leave the reason for the supervisor, whole or not at all."""
+    """Write the failure for the supervisor, as a complete file or none."""
     failure = failure_of(rank, error, step=step)
     try:
         run.error(rank).parent.mkdir(exist_ok=True)
         replace_text(run.error(rank), json.dumps(asdict(failure), ensure_ascii=False) + "\n")
-    except OSError:  # a full disk: the log still has the traceback
+    except OSError:
+        # A full disk: the log still has the traceback.
         pass
 
 
 def read_error(run: Run, rank: int) -> Failure | None:
-    """What a rank left, if it left anything."""
+    """Return the failure that a rank wrote, or None."""
     try:
         return Failure(**load_json(run.error(rank)))
     except (OSError, ValueError, TypeError):
@@ -134,12 +141,12 @@ def read_error(run: Run, rank: int) -> Failure | None:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """The cause among several failures: a rank that raised or was killed, before those that lost their peer."""
-    return min(failures, key=lambda one: (one.is_consequence, not one.is_user, one.at_s, one.rank))
+    """Return the cause among several failures: ranks that raised or were killed before those that lost their peer."""
+    return min(failures, key=lambda failure: (failure.is_consequence, not failure.is_user, failure.at_s, failure.rank))
 
 
 def steps_done(run: Run) -> int | None:
-    """Steps that rank 0 has recorded as done since it last began; None where its newest events do not say."""
+    """Return the steps that rank 0 has recorded since it last began; None where its newest events contain none."""
     try:
         with open_events(run.events(0)) as file:
             file.seek(max(0, opened_size(file) - TAIL_BYTES))
@@ -154,7 +161,7 @@ def steps_done(run: Run) -> int | None:
 
 
 def unsaved_steps(run: Run, saved: int | None) -> str:
-    """What a person loses when the run is continued from step `saved`: a clause, empty when that is nothing."""
+    """Return a clause with the steps that are lost when the run resumes from step `saved`; "" when none are."""
     done = steps_done(run)
     lost = done - (saved or 0) if done is not None else 0
     if lost <= 0:
@@ -172,37 +179,40 @@ def tell(
     host: str = "",
     at_most: int | None = None,
 ) -> str:
-    """The one message: the first failing rank, its step and cause, what it means, what to do.
+    """Return the one message about a failed run: first failing rank, step, cause, meaning, and remedy.
 
-    `host` is where it was, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
+    `host` is the rank's host, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
     """
     rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
-    kept = "no checkpoint was written yet" if at_most is None else f"no checkpoint is of step {at_most:,} or before"
+    checkpoint_text = (
+        "no checkpoint was written yet" if at_most is None else f"no checkpoint is of step {at_most:,} or before"
+    )
     if cause.is_rescued or ("can be read" in cause.message and saved is not None):
-        kept = ""  # the cause says where the newest step is; or the checkpoints are what failed
+        # The cause names the place of the newest step; or the checkpoints are what failed.
+        checkpoint_text = ""
     elif saved is not None:
-        kept = f"last good checkpoint: step {saved:,}; resume with: phalanx train --resume {run.path}"
+        checkpoint_text = f"last good checkpoint: step {saved:,}; resume with: phalanx train --resume {run.path}"
     when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
     if cause.is_user:
         head = cause.message
-        lines = [f"said by rank {cause.rank}, {when}", rest, kept if saved is not None else ""]
+        lines = [f"said by rank {cause.rank}, {when}", rest, checkpoint_text if saved is not None else ""]
     else:
-        what, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
-        head = f"{when}: rank {cause.rank} of {world} (host {host or platform.node() or 'localhost'}): {what}"
-        lines = [why, fix, rest, kept, f"log: {run.log(cause.rank)}"]
+        happened, why, fix = _explain(run, cause, out_of_memory=out_of_memory)
+        head = f"{when}: rank {cause.rank} of {world} (host {host or platform.node() or 'localhost'}): {happened}"
+        lines = [why, fix, rest, checkpoint_text, f"log: {run.log(cause.rank)}"]
     return "\n".join([head, *(f"  {line}" for line in lines if line)])
 
 
 def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:
-    """What happened, why, and what to do."""
+    """Return (what happened, why, what to do)."""
     if cause.signal:
         return _signal(run, cause, out_of_memory=out_of_memory)
     if cause.kind == "Silence":
         return cause.message, "every other rank waits for it", f"its stack is in {run.stack(cause.rank)}"
     first_line = next(iter(cause.message.strip().splitlines()), "")
     if cause.kind in ("MemoryError", "OutOfMemoryError") or _NO_MEMORY.search(cause.message):
-        said = f": {first_line[:300]}" if first_line else ""
-        return f"ran out of memory{said}", _memory(run, cause.rank), cause.fix or LESS_MEMORY
+        detail = f": {first_line[:300]}" if first_line else ""
+        return f"ran out of memory{detail}", _memory(run, cause.rank), cause.fix or LESS_MEMORY
     if cause.is_final:
         return first_line[:500], cause.why, cause.fix
     return f"{cause.kind}: {first_line[:500] or 'no message'}", cause.why, cause.fix
@@ -221,7 +231,7 @@ def _signal(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str,
 
 
 def _memory(run: Run, rank: int) -> str:
-    """What the rank used, what the plan said, what the machine has."""
+    """Return the memory the rank used, the plan's prediction, and the host's memory, as text."""
     parts = []
     used = [event.get("memory_bytes") for event in read_events(run.events(rank))[0] if event["event"] == "step"]
     known = [size for size in used if isinstance(size, int | float)]
@@ -236,9 +246,9 @@ def _memory(run: Run, rank: int) -> str:
 
 
 def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
-    """The other ranks in one line."""
-    same = sum(one.message == cause.message for one in others)
-    lost = sum(one.is_consequence and one.message != cause.message for one in others)
+    """Return one line about the other ranks."""
+    same = sum(failure.message == cause.message for failure in others)
+    lost = sum(failure.is_consequence and failure.message != cause.message for failure in others)
     counted = (
         (same, "said the same"),
         (lost, "lost their peer"),
@@ -250,52 +260,52 @@ def _rest(cause: Failure, others: Sequence[Failure], world: int) -> str:
 
 
 def last_checkpoint(run: Run, *, at_most: int | None = None) -> int | None:
-    """Step of the newest committed checkpoint, of those that can be trusted."""
+    """Return the step of the newest committed checkpoint that can be trusted, or None."""
     return max((step for step in run.saved_steps() if at_most is None or step <= at_most), default=None)
 
 
 def host_memory() -> tuple[float, float]:
-    """Bytes of this host's memory, and those still available; zeros where /proc is not."""
+    """Return bytes of this host's memory, and those still available; zeros where /proc does not exist."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return 0.0, 0.0
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
-    return float(found.get("MemTotal", 0)) * 1024, float(found.get("MemAvailable", 0)) * 1024
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+    return float(fields.get("MemTotal", 0)) * 1024, float(fields.get("MemAvailable", 0)) * 1024
 
 
 def oom_kills() -> int:
-    """Processes the kernel has killed for want of memory, as far as this container can see."""
+    """Return the number of processes that the kernel has killed for want of memory, as seen by this container."""
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:
-            found = re.search(r"^oom_kill (\d+)", Path(path).read_text(encoding="ascii"), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)", Path(path).read_text(encoding="ascii"), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            return int(found.group(1))
+        if match:
+            return int(match.group(1))
     return 0
 
 
 def silence(rank: int, step: int, *, silent_s: float, where: str) -> Failure:
-    """A rank that stopped answering."""
+    """Return the failure of a rank that stopped answering."""
     place = f" in {where}" if where else ""
     message = f"stopped answering {format_seconds(silent_s)} ago{place}"
     return Failure(rank=rank, step=step, at_s=time.time() - silent_s, kind="Silence", message=message)
 
 
 def by_signal(rank: int, step: int, number: int) -> Failure:
-    """A rank that a signal ended."""
+    """Return the failure of a rank that a signal ended."""
     return Failure(rank=rank, step=step, at_s=time.time(), kind="Signal", message="", signal=number)
 
 
 def unexplained(rank: int, step: int, code: int) -> Failure:
-    """A rank that ended with an exit code and left no reason."""
+    """Return the failure of a rank that exited and left no reason."""
     message = f"ended with exit code {code} and left no reason"
     return Failure(rank=rank, step=step, at_s=time.time(), kind="SystemExit", message=message)
 
 
 def clear(run: Run) -> None:
-    """Forget the failures of an earlier start."""
+    """Delete the failure files of an earlier start."""
     for path in (*run.path.glob("errors/rank-*.json"), *run.path.glob("flight/epoch-*.json")):
         path.unlink(missing_ok=True)
     os.makedirs(run.path / "errors", exist_ok=True)

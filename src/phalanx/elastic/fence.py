@@ -1,7 +1,8 @@
 """The fence: a rank of a generation that is over cannot commit a checkpoint.
 
-The coordinator writes `epoch.json` when it begins a new generation, holding the lock; whoever commits holds the same
-lock and looks at the file first. A process that was stopped in the middle and wakes up later finds that it is too late.
+The coordinator writes `epoch.json` when it begins a new generation, holding the lock; a rank that commits holds the
+same lock and reads the file first. A process that was stopped in the middle and wakes up later finds that it is too
+late.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from phalanx.errors import Problem, SystemFailure
 from phalanx.io.files import load_json, replace_text
 from phalanx.record.run import Run
 
-WAIT_S = 5.0  # for a commit that is going on: a rename and two flushes
+# To wait for a commit in progress: a rename and two flushes.
+WAIT_S = 5.0
 
 
 @contextmanager
 def commit_fence(run: Run, generation: int) -> Iterator[None]:
-    """Commit inside; raises SystemFailure when a newer generation has begun."""
+    """A context in which a rank may commit; raises SystemFailure when a newer generation has begun."""
     with open(run.path / "commit.lock", "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         newest = current_generation(run)
@@ -37,10 +39,10 @@ def commit_fence(run: Run, generation: int) -> Iterator[None]:
 
 
 def begin_generation(run: Run, generation: int) -> None:
-    """From now on nobody of an older generation commits.
+    """Raise the fence: from now on no rank of an older generation commits.
 
-    Waits for a commit that is going on, but not for ever: whoever holds the lock that long is dead or cut off, and its
-    rename, if it still comes, replaces a step that was whole.
+    Waits for a commit in progress, but only `WAIT_S`: a rank that holds the lock that long is dead or cut off, and its
+    rename, if it still comes, replaces a step that was complete.
     """
     with open(run.path / "commit.lock", "a", encoding="utf-8") as lock:
         until_s = time.monotonic() + WAIT_S
@@ -58,7 +60,7 @@ def _taken(descriptor: int) -> bool:
 
 
 def current_generation(run: Run) -> int:
-    """The newest generation of the run; 0 before the first. The file calls it `epoch`, as since 0.1."""
+    """Return the newest generation of the run; 0 before the first. The file calls it `epoch`, as it has since 0.1."""
     try:
         return int(load_json(run.path / "epoch.json")["epoch"])
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Election on a disk that all hosts share: a file for each term in `coordinator.terms/` of the run folder.
 
-Only one process can make the file of a term (a hard link). Its holder counts on in it; whoever wants the next one
-watches that count with its own clock, so that clocks of different hosts are never compared. A holder that is dead is
-known at once on its own machine, where the kernel gives its lock back; other machines wait for the lease.
+Only one process can make the file of a term (a hard link). Its holder increments a counter in it; a process that wants
+the next term watches that counter with its own clock, so that clocks of different hosts are never compared. A dead
+holder is noticed at once on its own machine, where the kernel releases its lock; other machines wait for the lease.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed, ElectionUnavaila
 from phalanx.io.files import load_json
 from phalanx.record.run import Run
 
-KEPT_TERMS = 2  # files of older terms that stay for whoever still watches them
+# Files of older terms that stay for processes that still watch them.
+KEPT_TERMS = 2
 RELEASED = "released"
-CHECK_S = 20.0  # for another process to say whether it was kept from a lock
+# For the second process to report whether it was kept from a lock.
+CHECK_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What somebody on this machine has seen of a term: its count, and since when it has stood still.
+    """A process's observation of a term: its counter, and since when the counter has stood still.
 
-    `since_s` is of the monotonic clock, which all processes of a machine share. An agent that watches hands this to the
+    `since_s` is of the monotonic clock, which all processes of a machine share. An agent passes this to the
     coordinator it starts, which then need not watch for a whole lease again.
     """
 
@@ -44,7 +46,7 @@ class Watched:
 
     @classmethod
     def parse(cls, text: str) -> Watched | None:
-        """The reverse of `str`; None for anything else.
+        """Parse the text that `str` returns; None for anything else.
 
         >>> Watched.parse(str(Watched(term=2, count=7, since_s=1.5)))
         Watched(term=2, count=7, since_s=1.5)
@@ -60,7 +62,7 @@ class Watched:
 
 
 class FileElection:
-    """Terms as files."""
+    """An election whose terms are files."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class FileElection:
         self._file, self._count, self._renewed_s = -1, 0, -1e9
 
     def take(self) -> bool:
-        """Become the coordinator, unless another shows that it lives."""
+        """Become the coordinator, unless another process shows that it lives."""
         folder = self._run.path / "coordinator.terms"
         folder.mkdir(exist_ok=True)
         while True:
@@ -92,15 +94,17 @@ class FileElection:
                 return True
 
     def _claim(self, term: int) -> bool:
-        """Make the file of a term, whole and locked; False when somebody else was quicker."""
+        """Make the file of a term, complete and locked; False when another process was first."""
         folder = self._run.path / "coordinator.terms"
         draft = folder / f".{secrets.token_hex(8)}"
         self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            with suppress(OSError):  # a file system without locks: the lease is enough
+            # A file system without locks: the lease is enough.
+            with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_count()
-            os.link(draft, folder / f"{term:08d}")  # fails where it exists, also between hosts
+            # Fails where the file exists, also between hosts.
+            os.link(draft, folder / f"{term:08d}")
         except FileExistsError:
             os.close(self._file)
             return False
@@ -110,22 +114,26 @@ class FileElection:
         return True
 
     def _is_alive(self, term: int) -> bool:
-        """Whether the holder of a term lives: its lock tells on its own machine if it is dead, its count if frozen."""
-        path, seen = self._run.path / "coordinator.terms" / f"{term:08d}", _read_count(self._run, term)
+        """True when the holder of a term lives.
+
+        On its own machine the lock shows at once that it is dead; elsewhere, or when it is frozen, its counter stands
+        still.
+        """
+        path, count = self._run.path / "coordinator.terms" / f"{term:08d}", _read_count(self._run, term)
         since_s, known = self._clock(), self._watched
-        if known is not None and (known.term, known.count) == (term, seen):
+        if known is not None and (known.term, known.count) == (term, count):
             since_s = min(since_s, known.since_s)
         if is_free(path):
             return False
         until_s = since_s + self._lease_s
         while self._clock() < until_s:
             self._sleep(min(self._renew_s, max(0.0, until_s - self._clock())))
-            if newest_term(self._run) > term or _read_count(self._run, term) != seen:
+            if newest_term(self._run) > term or _read_count(self._run, term) != count:
                 return not is_free(path)
         return False
 
     def renew(self) -> None:
-        """Count on and look for a newer term, at most once in `renew_s`; raises Deposed."""
+        """Increment the counter and check for a newer term, at most once in `renew_s`; raises Deposed."""
         now = self._clock()
         if now - self._renewed_s >= self._renew_s:
             self.check()
@@ -133,7 +141,7 @@ class FileElection:
             self._write_count()
 
     def check(self) -> None:
-        """Raises Deposed when somebody holds a newer term."""
+        """Raise Deposed when another process holds a newer term."""
         if newest_term(self._run) > self.term:
             raise Deposed(f"term {self.term} is over")
 
@@ -143,7 +151,7 @@ class FileElection:
         os.fsync(self._file)
 
     def release(self) -> None:
-        """The next one need not wait."""
+        """Mark the term as released, so that the next holder need not wait."""
         if self._file >= 0:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps({RELEASED: True}).encode() + b"\n", 0)
@@ -151,35 +159,35 @@ class FileElection:
             self._file = -1
 
     def is_held(self) -> bool:
-        """Whether some process coordinates; of one on another machine, whether it counts on within 1.5 renewals."""
+        """True when some process coordinates; one on another machine must increment its counter within 1.5 renewals."""
         newest = newest_term(self._run)
         path = self._run.path / "coordinator.terms" / f"{newest:08d}"
         if not newest or is_free(path):
             return False
-        seen = _read_term(path)
-        if seen.get("machine") == _machine():
+        before = _read_term(path)
+        if before.get("machine") == _machine():
             return True
         self._sleep(1.5 * self._renew_s)
-        return _read_term(path) != seen
+        return _read_term(path) != before
 
 
 def newest_term(run: Run) -> int:
-    """The number of the newest term; 0 before the first."""
+    """Return the number of the newest term; 0 before the first."""
     return max(_terms(run), default=0)
 
 
 def read_sign(run: Run) -> tuple[int, int]:
-    """The newest term and its count: what changes as long as its holder lives."""
+    """Return the newest term and its counter, which changes as long as its holder lives."""
     term = newest_term(run)
     return term, _read_count(run, term)
 
 
 def is_free(path: Path) -> bool:
-    """Whether a term was given back, or its holder has died on this machine."""
-    told = _read_term(path)
-    if told.get(RELEASED):
+    """True when a term was released, or its holder has died on this machine."""
+    body = _read_term(path)
+    if body.get(RELEASED):
         return True
-    if told.get("machine") != _machine():
+    if body.get("machine") != _machine():
         return False
     try:
         with open(path, encoding="utf-8") as file:
@@ -205,22 +213,24 @@ def _read_count(run: Run, term: int) -> int:
 
 def _read_term(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        told = load_json(path)
-        return told if isinstance(told, dict) else {}
+        body = load_json(path)
+        return body if isinstance(body, dict) else {}
     return {}
 
 
 def _machine() -> str:
-    """Names this machine since it was started: locks of a file work between its processes."""
+    """Return an id of this machine since its boot: file locks work between its processes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
 
 
-# ---- whether this file system can do it ------------------------------------------------------------------------------
+# ---- the test of the file system
+# --------------------------------------------------------------------------------------
 
-# In another process, told the paths of a locked file and of one that exists; it says what it could do with them.
+# Run in a second process with the paths of a locked file and of one that exists; it prints what it could do with
+# them.
 _OTHER_PROCESS = """
 import fcntl, os, sys
 locked, taken, draft = sys.argv[1:]
@@ -250,12 +260,12 @@ tell(locks)
 
 
 def check_locks(folder: Path) -> None:
-    """Raises ElectionUnavailable where files of a folder cannot say who was first, tried with a second process.
+    """Raise ElectionUnavailable where a test with a second process shows that locks or links do not work in a folder.
 
     Both processes are on this machine: that a lock also holds between machines is not shown by this.
     """
     stem = folder / f".election-{secrets.token_hex(8)}"
-    paths = [stem.with_name(f"{stem.name}.{what}") for what in ("locked", "taken", "draft")]
+    paths = [stem.with_name(f"{stem.name}.{name}") for name in ("locked", "taken", "draft")]
     locked = paths[0]
     try:
         for path in paths:
@@ -263,21 +273,21 @@ def check_locks(folder: Path) -> None:
         with open(locked, "r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             command = [sys.executable, "-I", "-S", "-c", _OTHER_PROCESS, *(str(path) for path in paths)]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-                assert other.stdin is not None and other.stdout is not None  # noqa: PT018
-                said = [other.stdout.readline().strip() for _ in range(2)]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as checker:
+                assert checker.stdin is not None and checker.stdout is not None  # noqa: PT018
+                answers = [checker.stdout.readline().strip() for _ in range(2)]
                 fcntl.flock(file, fcntl.LOCK_UN)
-                rest, _ = other.communicate("\n", timeout=CHECK_S)
+                rest, _ = checker.communicate("\n", timeout=CHECK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ElectionUnavailable(f"files cannot be locked in {folder}: {error}") from error
     finally:
         for path in paths:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-    for what, is_right, found in (
-        ("a lock does not keep another process out", said[0] == "held", said[0]),
-        ("a hard link replaces a file instead of failing", said[1] == "held", said[1]),
+    for fault, is_right, answer in (
+        ("a lock does not keep another process out", answers[0] == "held", answers[0]),
+        ("a hard link replaces a file instead of failing", answers[1] == "held", answers[1]),
         ("a lock that was given back stays taken", rest.strip() == "free", rest.strip()),
     ):
         if not is_right:
-            raise ElectionUnavailable(f"on the file system of {folder} {what} ({found or 'no answer'})")
+            raise ElectionUnavailable(f"on the file system of {folder} {fault} ({answer or 'no answer'})")

@@ -1,4 +1,4 @@
-"""A check in a process of its own: a driver or a disk that hangs holds up nobody but that process."""
+"""Run a check of the host in a forked process: a driver or disk that hangs holds up only that process."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from contextlib import suppress
 
 from phalanx.elastic.rank_process import die_with
 
-PATIENCE_S = 10.0  # of our own running time; the checks take milliseconds where the devices and the disk answer
-TURN_S = 0.1  # of the time between two of our turns that counts at most: an agent that was stopped blames nobody
-MOST_TEXT, MOST_PROBLEMS = 500, 4  # they travel in a hello, which is short; a pipe takes them without a reader
+# Of this process's own running time; the checks take milliseconds where the devices and the disk answer.
+PATIENCE_S = 10.0
+# Longest time between two calls that counts: an agent that was stopped must not blame the check.
+TURN_S = 0.1
+# The problems travel in a hello, which is short; a pipe takes them without a reader.
+MOST_TEXT, MOST_PROBLEMS = 500, 4
 
 
 class ForkedCheck:
-    """Runs `check` in a forked child; ask `found` now and then. No thread: the agent forks."""
+    """Runs `check` in a forked child; call `found` now and then. No thread, because the agent forks."""
 
     def __init__(self, check: Callable[[], Sequence[str]], *, forget: Callable[[], None] = lambda: None) -> None:
-        self._pipe, theirs = os.pipe()
+        self._pipe, child_end = os.pipe()
         parent, self._text = os.getpid(), b""
         self._waited_s, self._asked_s = 0.0, time.monotonic()
         self._pid = os.fork()
         if not self._pid:
-            _answer(check, theirs, forget, parent)
-        os.close(theirs)
+            _answer(check, child_end, forget, parent)
+        os.close(child_end)
         os.set_blocking(self._pipe, False)
 
     def found(self) -> list[str] | None:
-        """The problems; None while the child still looks. One that hangs is itself the problem."""
+        """Return the problems; None while the child still checks. A check that hangs is itself the problem."""
         now = time.monotonic()
         self._waited_s += min(now - self._asked_s, TURN_S)
         self._asked_s = now
@@ -50,7 +53,7 @@ class ForkedCheck:
         return False
 
     def close(self) -> None:
-        """End it. A child that hangs in the kernel cannot be ended: it is not waited for."""
+        """Kill the child. One that hangs in the kernel cannot be killed: it is not waited for."""
         if self._pid:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -63,29 +66,32 @@ class ForkedCheck:
         self._pid = 0
 
     def forget(self) -> None:
-        """In another forked child: it is the parent's."""
+        """Close this forked child's copy of the pipe; the check belongs to the parent."""
         os.close(self._pipe)
 
 
 def _answer(check: Callable[[], Sequence[str]], pipe: int, forget: Callable[[], None], parent: int) -> None:
-    """The child's whole life."""
+    """Run the check in the child, write its result into the pipe, and exit."""
     try:
         forget()
         die_with(parent)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            found = [str(text)[:MOST_TEXT] for text in check()][:MOST_PROBLEMS]
+            problems = [str(text)[:MOST_TEXT] for text in check()][:MOST_PROBLEMS]
         except OSError as error:
-            found = [f"cannot be looked at: {error}"]
-        os.write(pipe, json.dumps(found).encode())
+            problems = [f"cannot be looked at: {error}"]
+        os.write(pipe, json.dumps(problems).encode())
     finally:
         os._exit(0)
 
 
 def _problems(text: bytes) -> list[str]:
-    """What the child wrote; one that was killed found nothing, and whoever killed it will show."""
+    """Parse the problems that the child wrote.
+
+    There are none from a child that was killed, because its killer will show up itself.
+    """
     try:
-        return [str(one) for one in json.loads(text)]
+        return [str(problem) for problem in json.loads(text)]
     except ValueError:
         return []

@@ -1,4 +1,4 @@
-"""A mapping that never changes: a copy with one other value costs the same whether it has 4 keys or 16,384."""
+"""An immutable mapping: a copy with one changed value costs the same whether it has 4 keys or 16,384."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Generic, TypeVar, overload
 K = TypeVar("K", bound=int | str)
 V = TypeVar("V")
 T = TypeVar("T")
-BUCKETS = 256  # of 16,384 hosts each holds 64: a change copies 64 + 256 references instead of all
+# With 16,384 hosts each bucket holds 64: a change copies 64 + 256 references instead of all.
+BUCKETS = 256
 
 
 class FrozenMap(Mapping[K, V], Generic[K, V]):
-    """A mapping that never changes; `set` and `drop` give another, in a time that hardly grows with its size."""
+    """An immutable mapping; `set` and `drop` return a changed copy, in a time that hardly grows with its size."""
 
     __slots__ = ("_buckets", "_count", "_own")
 
     def __init__(self) -> None:
         self._buckets: Sequence[dict[K, V]] = ({},) * BUCKETS
         self._count = 0
-        self._own: set[int] = set()  # buckets that nobody shares with us yet: see `draft`
+        self._own: set[int] = set()  # buckets that no other map shares yet: see `draft`
 
     def __getitem__(self, key: K) -> V:
         return self._buckets[_bucket(key)][key]
@@ -32,7 +33,7 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
     @overload
     def get(self, key: K, /, default: V | T) -> V | T: ...
     def get(self, key: K, /, default: V | T | None = None) -> V | T | None:
-        """The value of a key, or `default`."""
+        """Return the value of a key, or `default`."""
         return self._buckets[_bucket(key)].get(key, default)
 
     def __contains__(self, key: object) -> bool:
@@ -45,50 +46,54 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         return self._count
 
     def items(self) -> ItemsView[K, V]:
-        """All at once: no key is looked up again."""
+        """Return all items at once; no key is looked up again."""
         return self._as_dict().items()
 
     def values(self) -> ValuesView[V]:
-        """The same."""
+        """Return all values at once; no key is looked up again."""
         return self._as_dict().values()
 
     def _as_dict(self) -> dict[K, V]:
-        whole: dict[K, V] = {}
+        items: dict[K, V] = {}
         for bucket in self._buckets:
-            whole.update(bucket)
-        return whole
+            items.update(bucket)
+        return items
 
     def keys_in(self, buckets: Iterable[int]) -> list[K]:
-        """The keys of some of its 256 parts, counted round and round: so many at a time, and in the end all."""
+        """Return the keys in some of its 256 buckets (modulo 256), so that a caller can visit all in portions."""
         return [key for number in buckets for key in self._buckets[number % BUCKETS]]
 
     def set(self, key: K, value: V) -> FrozenMap[K, V]:
-        """With this value under this key."""
+        """Return a copy with this value under this key."""
         number = _bucket(key)
         return self._with(number, {**self._buckets[number], key: value})
 
     def drop(self, key: K) -> FrozenMap[K, V]:
-        """Without this key."""
+        """Return a copy without this key."""
         number = _bucket(key)
-        return self._with(number, {one: value for one, value in self._buckets[number].items() if one != key})
+        return self._with(
+            number, {other_key: value for other_key, value in self._buckets[number].items() if other_key != key}
+        )
 
     def update(self, values: Mapping[K, V]) -> FrozenMap[K, V]:
-        """With all of these; what many changes at once cost one copy."""
-        buckets = [dict(one) for one in self._buckets]
+        """Return a copy with all of these values; many changes at once cost one copy."""
+        buckets = [dict(bucket) for bucket in self._buckets]
         for key, value in values.items():
             buckets[_bucket(key)][key] = value
-        return self._made(buckets, sum(len(one) for one in buckets))
+        return self._made(buckets, sum(len(bucket) for bucket in buckets))
 
     def mapped(self, change: Callable[[V], V]) -> FrozenMap[K, V]:
-        """With another value under every key; no key is looked up."""
-        return self._made([{key: change(value) for key, value in one.items()} for one in self._buckets], self._count)
+        """Return a copy with another value under every key; no key is looked up."""
+        return self._made(
+            [{key: change(value) for key, value in bucket.items()} for bucket in self._buckets], self._count
+        )
 
     def draft(self) -> FrozenMap[K, V]:
-        """A copy that may be changed with `put`, as long as only its maker knows it: many changes cost one copy."""
+        """Return a copy that may be changed with `put` while only its maker has it: many changes cost one copy."""
         return self._made(list(self._buckets), self._count)
 
     def put(self, key: K, value: V) -> None:
-        """Change a draft."""
+        """Change a value of a draft."""
         number, buckets = _bucket(key), self._buckets
         assert isinstance(buckets, list), "not a draft"
         if number not in self._own:
@@ -103,12 +108,13 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
 
     @staticmethod
     def _made(buckets: Sequence[dict[K, V]], count: int) -> FrozenMap[K, V]:
-        made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
-        made._buckets, made._count, made._own = buckets, count, set()
-        return made
+        frozen: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
+        frozen._buckets, frozen._count, frozen._own = buckets, count, set()
+        return frozen
 
 
-@lru_cache(maxsize=1 << 18)  # every message asks for its host's
+# Every message looks up its host.
+@lru_cache(maxsize=1 << 18)
 def _bucket(key: int | str) -> int:
     # Not hash(): that of a string differs from process to process, and so would the order of what is done.
     return (key if isinstance(key, int) else zlib.crc32(key.encode())) % BUCKETS

@@ -1,8 +1,9 @@
-"""What stands between ranks and their GPUs: more ranks than GPUs without a word, an NCCL that is too old for it,
-preloaded libraries that do not fit, an MPS that does not answer, memory that other programs hold.
+"""Checks between ranks and their GPUs: shared GPUs, NCCL's version, preloaded libraries, MPS, and free memory.
 
-Imports no torch: the client and the agents ask before they wait for it. What must be asked of the library itself is
-asked in a process of its own, or by a rank, which has it.
+They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that do not
+load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the agents run
+these checks before torch is loaded. Questions to a library itself are answered in a separate process, or by a rank,
+which has loaded it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from phalanx.errors import Problem, UserError
 from phalanx.hardware.types import Gpu
 from phalanx.units import format_bytes, plural
 
-LEAST_NCCL = (2, 30)  # the first that lets two ranks use one GPU (its release notes; tried with 2.30.7)
-# What ranks on one GPU need beside that. NVLink SHARP counts GPUs, not ranks; two blocks per collective leave room for
-# those of the other ranks, which must all be on the GPU at once (measured on one H200 with up to 8 ranks).
+# The first version that lets two ranks use one GPU (its release notes; tried with 2.30.7).
+LEAST_NCCL = (2, 30)
+# Settings that ranks on one GPU need in addition. NVLink SHARP counts GPUs, not ranks; two blocks per collective
+# leave room for those of the other ranks, which must all be on the GPU at once (measured on one H200 with up to 8
+# ranks).
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 PRELOAD, MPS_FOLDER = "LD_PRELOAD", "CUDA_MPS_PIPE_DIRECTORY"
 USUAL_MPS_FOLDER = "/tmp/nvidia-mps"  # the driver's default
@@ -49,12 +52,12 @@ class NcclLibrary:
 
     @property
     def name(self) -> str:
-        """As people write it."""
+        """The version and path, as text."""
         return f"NCCL {'.'.join(map(str, self.version))}" + (f" ({self.path})" if self.path else "")
 
 
 class Store(Protocol):
-    """What is used here of torch's stores."""
+    """The methods of torch's stores that are used here."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -66,7 +69,7 @@ class Store(Protocol):
 
 
 def shared_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks on one GPU need and that nobody has set."""
+    """Return the variables that ranks on one GPU need and that are not set."""
     return {name: value for name, value in SHARED.items() if name not in environ}
 
 
@@ -79,10 +82,12 @@ def take_shared_gpu(environ: MutableMapping[str, str]) -> None:
 
 
 def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: float) -> bool:
-    """Whether some ranks share a GPU. Every rank names its own; all raise where more share one than are allowed.
+    """Return True when some ranks share a GPU.
+
+    Every rank passes its own; all raise where more share one than `allowed`.
 
     Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions to
-    the store per rank, whatever their number. What a store raises when ranks are missing is passed on.
+    the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
     """
     name = hashlib.sha256(gpu.encode()).hexdigest()[:32]
     count = store.add(f"gpu/{name}", 1)
@@ -119,11 +124,11 @@ def check_nccl(found: NcclLibrary | None, *, where: str) -> Problem | None:
 
 
 def loaded_nccl() -> NcclLibrary | None:
-    """The NCCL in this process, which has imported torch; None where there is none.
+    """Return the NCCL in this process, which has imported torch; None where there is none.
 
-    Asked of the library, not of torch: `torch.cuda.nccl.version()` is a constant of torch's own build. A preloaded NCCL
-    is first in the order in which names are looked up, also where torch's own is loaded beside it (so it is with the
-    wheels of torch 2.11); without one, torch's may be known to torch alone, and is found among the mapped files.
+    Asked of the library, not of torch: `torch.cuda.nccl.version()` is a constant of torch's own build. A preloaded
+    NCCL is first in the order of symbol lookup, even where torch's own is loaded too (as with the wheels of torch
+    2.11); without one, torch's may be known to torch alone, and is found among the mapped files.
     """
     for name in (None, *_mapped("libnccl")):
         with suppress(OSError, AttributeError):
@@ -135,7 +140,7 @@ def loaded_nccl() -> NcclLibrary | None:
 
 
 def nccl_version(code: int) -> tuple[int, ...]:
-    """From NCCL's own number of its version; the form changed with 2.9.
+    """Decode NCCL's version number; its form changed with 2.9.
 
     >>> nccl_version(23007), nccl_version(2804)
     ((2, 30, 7), (2, 8, 4))
@@ -145,13 +150,13 @@ def nccl_version(code: int) -> tuple[int, ...]:
 
 
 def tell_nccl() -> None:
-    """Print what `ask_nccl` reads."""
-    found = loaded_nccl()
-    print(json.dumps({"version": found.version, "path": found.path} if found is not None else None))
+    """Print the text that `ask_nccl` reads."""
+    library = loaded_nccl()
+    print(json.dumps({"version": library.version, "path": library.path} if library is not None else None))
 
 
 def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
-    """The NCCL that a process started with `environ` would use; a Problem where such a process does not start."""
+    """Return the NCCL that a process with this `environ` would use; a Problem where such a process does not start."""
     where = f"{PRELOAD}={environ[PRELOAD]}" if environ.get(PRELOAD) else "NCCL"
     try:
         done = subprocess.run(
@@ -166,11 +171,11 @@ def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
     except subprocess.TimeoutExpired:
         return Problem(where=where, what=f"torch could not be imported within {IMPORT_PATIENCE_S:g} s")
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = said[-1] if said else f"its process ended with code {done.returncode}"
+        error_lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last_line = error_lines[-1] if error_lines else f"its process ended with code {done.returncode}"
         return Problem(
             where=where,
-            what=f"torch cannot be imported: {told[:300]}",
+            what=f"torch cannot be imported: {last_line[:300]}",
             why="a preloaded library takes the place of the one that torch was built for" if PRELOAD in where else "",
             fix=f"unset {PRELOAD}, or name a library that fits this torch" if PRELOAD in where else "",
         )
@@ -183,7 +188,10 @@ def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
 
 
 def check_preload(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """What LD_PRELOAD names can be loaded: the loader ignores what it cannot, and the old library is used instead."""
+    """The libraries that LD_PRELOAD names can be loaded.
+
+    The loader ignores others, and the old library is used instead.
+    """
     named, program = environ.get(PRELOAD, ""), shutil.which("true")
     if not named or program is None:
         return
@@ -198,46 +206,49 @@ def check_preload(environ: Mapping[str, str]) -> Iterator[Problem]:
         return
     # glibc: ERROR: ld.so: object 'x.so' from LD_PRELOAD cannot be preloaded (wrong ELF class: ELFCLASS32): ignored.
     refused = re.findall(r"object '([^']*)' from LD_PRELOAD cannot be preloaded \(([^\n]*)\): ignored", done.stderr)
-    for name, why in refused:
+    for name, reason in refused:
         yield Problem(
             where=f"{PRELOAD}={named}",
-            what=f"{name} cannot be loaded: {why}",
+            what=f"{name} cannot be loaded: {reason}",
             why="every process goes on without it, with the library that it was to replace",
             fix=f"name a file that is there and was built for this machine, or unset {PRELOAD}",
         )
-    if done.returncode and not refused:  # musl, or a library that ends every process
-        told = (done.stderr.splitlines() or [f"{program} ended with code {done.returncode}"])[0]
-        yield Problem(where=f"{PRELOAD}={named}", what=f"no program starts with it: {told}", fix=f"unset {PRELOAD}")
+    # musl, or a library that ends every process.
+    if done.returncode and not refused:
+        message = (done.stderr.splitlines() or [f"{program} ended with code {done.returncode}"])[0]
+        yield Problem(where=f"{PRELOAD}={named}", what=f"no program starts with it: {message}", fix=f"unset {PRELOAD}")
 
 
 def check_mps(environ: Mapping[str, str], *, program: str | None = None) -> Iterator[Problem]:
-    """CUDA's multi-process service answers, where there is one: a process that starts CUDA would wait for it forever.
+    """CUDA's multi-process service answers, where it exists: a process that starts CUDA would wait for it forever.
 
-    `program` is its control program; left out, the one on the path.
+    `program` is its control program; by default the one on the path.
     """
     folder = Path(environ.get(MPS_FOLDER) or USUAL_MPS_FOLDER)
     pipe = folder / "control"
     with suppress(OSError):
         if not stat.S_ISFIFO(pipe.stat().st_mode):
             return
-        told = _mps_silence(pipe, environ, program or shutil.which(MPS_CONTROL))
-        if told:
+        silence = _mps_silence(pipe, environ, program or shutil.which(MPS_CONTROL))
+        if silence:
             yield Problem(
                 where=f"{MPS_FOLDER}={folder}",
-                what=f"MPS does not respond: {told}",
+                what=f"MPS does not respond: {silence}",
                 why="a process that starts CUDA would wait for it",
                 fix=f"echo quit | {MPS_CONTROL}; rm -r {folder}; start it again with {MPS_CONTROL} -d if it is wanted",
             )
 
 
 def _mps_silence(pipe: Path, environ: Mapping[str, str], program: str | None) -> str:
-    """Why the control daemon behind a pipe does not answer; empty where it does."""
+    """Return why the control daemon behind a pipe does not answer; "" where it does."""
     try:
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # writes nothing
+        # Opened only; nothing is written.
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
         if error.errno == errno.ENXIO:
             return f"nobody reads {pipe}; its control daemon is gone"
-        return ""  # not ours to open: somebody else's MPS, which CUDA will not use either
+        # No permission: another user's MPS, which CUDA will not use either.
+        return ""
     if program is None:
         return ""
     try:
@@ -254,12 +265,12 @@ def _mps_silence(pipe: Path, environ: Mapping[str, str], program: str | None) ->
         return f"its control daemon does not answer within {MPS_PATIENCE_S:g} s"
     except OSError:
         return ""
-    said = (done.stderr or done.stdout).strip().splitlines()
-    return f"its control daemon says {said[0][:200]!r}" if done.returncode and said else ""
+    output_lines = (done.stderr or done.stdout).strip().splitlines()
+    return f"its control daemon says {output_lines[0][:200]!r}" if done.returncode and output_lines else ""
 
 
 def check_free(gpu: Gpu, *, needed_bytes: float, where: str) -> Problem | None:
-    """A GPU has room for our ranks beside what other programs hold on it."""
+    """A GPU has room for this job's ranks in addition to the memory that other programs use."""
     if gpu.used_bytes < 0 or gpu.memory_bytes - gpu.used_bytes >= needed_bytes:
         return None
     return Problem(
@@ -272,7 +283,7 @@ def check_free(gpu: Gpu, *, needed_bytes: float, where: str) -> Problem | None:
 
 
 class _DlInfo(ctypes.Structure):
-    """What dladdr(3) tells: the file of an address first."""
+    """The result of dladdr(3): the file of an address first."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -283,24 +294,24 @@ class _DlInfo(ctypes.Structure):
 
 
 def _file_of(function: object) -> str:
-    """The library that a function of one comes from; empty where the system does not say."""
-    found = _DlInfo()
+    """Return the path of the library that contains a C function; "" where the system does not report it."""
+    info = _DlInfo()
     with suppress(OSError, AttributeError):
         address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
-        if ctypes.CDLL(None).dladdr(address, ctypes.byref(found)) and found.file:
-            return os.fsdecode(found.file)
+        if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) and info.file:
+            return os.fsdecode(info.file)
     return ""
 
 
 def _mapped(name: str) -> list[str]:
-    """The files of loaded libraries of that name."""
-    found: dict[str, None] = {}
+    """Return the files of loaded libraries whose names begin so."""
+    paths: dict[str, None] = {}
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
             if Path(path).name.startswith(name):
-                found[f"/{path}"] = None
-    return list(found)
+                paths[f"/{path}"] = None
+    return list(paths)
 
 
 def _version(numbers: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What an agent finds out about its own host: before it joins a run, and again before every membership."""
+"""The checks that an agent makes of its own host: before it joins a run, and again before every membership."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from phalanx.elastic.rank_slots import Slot
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 
-Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
+# Maps (new processes, slots that had no rank yet) to problems.
+Recheck = Callable[[int, int], Sequence[str]]
 
 
 class HostChecks:
@@ -21,20 +22,25 @@ class HostChecks:
 
     def __init__(self, run: Run, *, host: str, slots: int, address: str) -> None:
         self._run, self._host, self._slots, self._address = run, host, slots, address
-        self.problems: list[str] = []  # they go along with every hello
-        self.plan: Plan | None = None  # once we have looked
-        self.link_bytes_per_s: float | None = None  # to the coordinator's host, once measured
-        self.recheck: Recheck | None = None  # before every membership that this host is a member of
-        self._check: ForkedCheck | None = None  # while it is at that
+        self.problems: list[str] = []  # sent with every hello
+        self.plan: Plan | None = None  # set by `look`
+        # Bytes per second to the coordinator's host, once measured.
+        self.link_bytes_per_s: float | None = None
+        # Run before every membership that has a rank on this host.
+        self.recheck: Recheck | None = None
+        self._check: ForkedCheck | None = None  # the recheck in progress
 
     def look(self, plan: Plan, *, quick: bool = False) -> None:
-        """The preflight; `quick` leaves out what takes the machine for itself: another agent on it measures that."""
-        found = preflight(plan=plan, run=self._run.path, slots=self._slots, address=self._address, quick=quick)
-        self.problems = [problem.render() for problem in found]
+        """Run the preflight.
+
+        `quick` leaves out measurements that need the machine alone: another agent on it makes them.
+        """
+        problems = preflight(plan=plan, run=self._run.path, slots=self._slots, address=self._address, quick=quick)
+        self.problems = [problem.render() for problem in problems]
         self.recheck, self.plan = partial(self._look_again, plan), plan
 
     def _look_again(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
-        found = recheck(
+        problems = recheck(
             plan=plan,
             run=self._run.path,
             slots=self._slots,
@@ -42,10 +48,10 @@ class HostChecks:
             new_places=new_places,
             address=self._address,
         )
-        return [problem.render() for problem in found]
+        return [problem.render() for problem in problems]
 
     def measure_link(self, where: Address, secret: bytes, *, is_off: Callable[[], bool]) -> None:
-        """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
+        """Measure the link to another host once, before this host joins: nothing waits for these seconds yet."""
         plan = self.plan
         if plan is None or self.link_bytes_per_s is not None or where[0] == self._address:
             return
@@ -54,13 +60,13 @@ class HostChecks:
             where, secret, host=self._host, bind=self._address, enough=enough, is_off=is_off
         )
         if self.link_bytes_per_s is not None:
-            found = check_between(plan, self.link_bytes_per_s, host=self._host)
-            self.problems += [problem.render() for problem in found]
+            problems = check_between(plan, self.link_bytes_per_s, host=self._host)
+            self.problems += [problem.render() for problem in problems]
 
     def begin(self, members: Sequence[Slot], *, forget: Callable[[], None]) -> None:
-        """Look at this host while its ranks leave what they did before; we are not ready before that is done.
+        """Begin to check this host while its ranks leave the membership before; it is not ready until that is done.
 
-        `forget` closes in the forked child what is only the agent's.
+        `forget` closes, in the forked child, what belongs to the agent alone.
         """
         self.end()
         new_ranks, new_places = sum(not slot.seated for slot in members), sum(not slot.used for slot in members)
@@ -70,19 +76,19 @@ class HostChecks:
             self._check = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=forget)
 
     def end(self) -> None:
-        """Whatever is under way is of no interest any more."""
+        """Stop the check that is under way; its result is no longer needed."""
         if self._check is not None:
             self._check.close()
             self._check = None
 
     def forget(self) -> None:
-        """In a forked child: the check is its parent's."""
+        """Close this forked child's copy of the check; it belongs to the parent."""
         if self._check is not None:
             self._check.forget()
 
     def is_done(self) -> bool:
-        """Whether nothing is being checked any more; what was found is kept."""
-        found = self._check.found() if self._check is not None else None
-        if found is not None:
-            self._check, self.problems = None, [*self.problems, *found]
+        """True when no check is under way; the problems it found are added to `problems`."""
+        new_problems = self._check.found() if self._check is not None else None
+        if new_problems is not None:
+            self._check, self.problems = None, [*self.problems, *new_problems]
         return self._check is None

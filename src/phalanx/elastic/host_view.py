@@ -1,4 +1,4 @@
-"""What the coordinator knows of a host. Immutable; a changed copy is made with every message of thousands of hosts."""
+"""The coordinator's view of a host. Immutable: every message of thousands of hosts makes a changed copy."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ class HostView(NamedTuple):
 
     name: str
     address: str
-    heard_s: float  # when it last spoke, less the pauses of our own until then (`excused_s`)
-    has_status: bool = False  # it has said which processes it has
-    gone_s: float | None = None  # when it hung up, on the same clock
-    alive: Mapping[int, int] = NO_PROCESSES  # slot -> process
-    progress: Progress | None = None  # of its ranks; None before any has told
-    exceptions: Mapping[int, Progress | None] = NO_EXCEPTIONS  # slots that differ, or have not told
-    problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
-    announced_generation: int = 0  # the newest that this connection has told it of
+    # When its last message came, less the coordinator's own pauses until then (`excused_s`).
+    heard_s: float
+    has_status: bool = False  # it has reported its processes
+    gone_s: float | None = None  # when it disconnected, on the same clock
+    alive: Mapping[int, int] = NO_PROCESSES  # slot -> process id
+    progress: Progress | None = None  # of its ranks; None before any has reported
+    # Slots that differ, or have not reported.
+    exceptions: Mapping[int, Progress | None] = NO_EXCEPTIONS
+    # Found by its preflight; the host takes no part.
+    problems: tuple[str, ...] = ()
+    # The newest membership that was sent over this connection.
+    announced_generation: int = 0
     ready: dict[str, Any] | None = None
-    is_ready: bool = False  # every rank that the present membership has here
-    stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
+    # Every rank that the present membership has here is ready.
+    is_ready: bool = False
+    # Slot -> (waits for other ranks, place in the code).
+    stacks: Mapping[int, tuple[bool, str]] | None = None
 
     def changed(self, **fields: Any) -> HostView:
-        """The same host with other values."""
+        """Return the same host with other values."""
         return self._replace(**fields)
 
     def moved(self, heard_s: float, progress: Progress | None, exceptions: Mapping[int, Progress | None]) -> HostView:
-        """After a heartbeat: a quarter of the cost of `changed`."""
+        """Return the host after a heartbeat: a quarter of the cost of `changed`."""
         return HostView(
             self.name,
             self.address,
@@ -52,7 +58,7 @@ class HostView(NamedTuple):
         )
 
     def answered(self, heard_s: float, ready: dict[str, Any], is_ready: bool) -> HostView:
-        """It has said who is ready; the same."""
+        """Return the host after it has reported which ranks are ready; as cheap as `moved`."""
         return HostView(
             self.name,
             self.address,
@@ -70,7 +76,7 @@ class HostView(NamedTuple):
         )
 
     def with_processes(self, alive: Mapping[int, int], announced_generation: int) -> HostView:
-        """It has said which processes it has, and which membership it knows; the same."""
+        """Return the host after it has reported its processes and the membership it knows; as cheap as `moved`."""
         return HostView(
             self.name,
             self.address,
@@ -88,7 +94,7 @@ class HostView(NamedTuple):
         )
 
     def announced(self, generation: int) -> HostView:
-        """It is told of a membership that begins: it is not ready for it, and has got nowhere in it; the same."""
+        """Return the host after a new membership was sent to it: not ready, without progress. As cheap as `moved`."""
         return HostView(
             self.name,
             self.address,
@@ -107,20 +113,20 @@ class HostView(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether its agent is connected and has said which processes it has."""
+        """True when its agent is connected and has reported its processes."""
         return self.has_status and self.gone_s is None
 
     def progress_of(self, slot: int) -> Progress | None:
-        """Step, phase and age of the rank in a slot; None before it has told."""
+        """Return step, phase and age of the rank in a slot; None before it has reported."""
         return self.exceptions.get(slot, self.progress)
 
     def age_s(self, slot: int) -> float:
-        """Seconds since the rank in a slot got anywhere."""
-        told = self.progress_of(slot)
-        return told[2] if told is not None else 0.0
+        """Return the seconds since the rank in a slot made progress."""
+        progress = self.progress_of(slot)
+        return progress[2] if progress is not None else 0.0
 
     def num_usable(self, quarantined: Collection[HostSlot]) -> int:
-        """Living processes that may become ranks."""
+        """Return the number of living processes that may become ranks."""
         if not self.is_here or self.problems:
             return 0
         return sum((self.name, slot) not in quarantined for slot in self.alive) if quarantined else len(self.alive)

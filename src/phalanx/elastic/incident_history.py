@@ -8,7 +8,8 @@ from typing import Any
 
 from phalanx.elastic.membership import HostSlot
 
-MAX_INCIDENTS = 128  # in the file that is written every second: about 10 kB
+# The history is in the file that is written every second: about 10 kB.
+MAX_INCIDENTS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +18,8 @@ class PastIncident:
 
     began_s: float  # Unix time
     place: HostSlot  # of the rank that failed first
-    cause: str  # kind of the failure, with the number of a signal
+    # Kind of the failure, with the number of a signal.
+    cause: str
     lost_s: float | None = None  # None until a new step is done
 
 
@@ -26,13 +28,15 @@ class IncidentHistory:
     """The last incidents, the useful time between them, and the hosts that were excluded because of them."""
 
     incidents: tuple[PastIncident, ...] = ()
-    resumed_s: float = 0.0  # Unix time of the first new step after the last incident, or of the launch; 0 before it
+    # Unix time of the first new step after the last incident, or of the launch; 0 before it.
+    resumed_s: float = 0.0
     resumed_step: int = 0
-    step_s: float = 0.0  # duration of a step where several were done in a row; 0 as long as there were none
+    # Duration of a step where several were done in a row; 0 as long as there were none.
+    step_s: float = 0.0
     excluded: Mapping[str, str] = field(default_factory=dict)  # host -> reason
 
     def after_step(self, step: int, unix_s: float) -> IncidentHistory:
-        """The history after a step further than any before; the same object where no incident ends with it."""
+        """Return the history after a step further than any before; the same object where no incident ends with it."""
         if self.resumed_s and (not self.incidents or self.incidents[-1].lost_s is not None):
             return self
         resumed = replace(self, resumed_s=unix_s, resumed_step=step)
@@ -44,7 +48,7 @@ class IncidentHistory:
         return replace(resumed, incidents=(*self.incidents[:-1], replace(last, lost_s=lost_s)))
 
     def after_incident(self, place: HostSlot, cause: str, *, began_s: float, best_step: int) -> IncidentHistory:
-        """The history after another incident; one that no new step has ended lasts until this one begins."""
+        """Return the history after another incident; one that no new step has ended lasts until this one begins."""
         began_s = max(began_s, self.resumed_s)
         earlier, step_s = self.incidents, self.step_s
         if earlier and earlier[-1].lost_s is None:
@@ -57,9 +61,9 @@ class IncidentHistory:
         return replace(self, incidents=(*earlier, incident)[-MAX_INCIDENTS:], step_s=step_s)
 
     def costly_since(self, max_lost: float, *, min_lost_s: float) -> int | None:
-        """Index of the oldest incident since which incidents cost more than a share of the wall time, if any.
+        """Return the index of the oldest incident since which incidents cost more than a share of the time, or None.
 
-        The time runs until the newest incident begins: what that one costs is not known yet.
+        The time runs until the newest incident begins: the cost of that one is not known yet.
         """
         if not self.incidents:
             return None
@@ -73,14 +77,15 @@ class IncidentHistory:
         return oldest
 
     def lost_s(self, first: int) -> float:
-        """Seconds that the incidents cost from the given one until the newest began."""
+        """Return the seconds that the incidents cost from the given one until the newest began."""
         return sum(incident.lost_s or 0.0 for incident in self.incidents[first:-1])
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the history as JSON values."""
         return {
             "incidents": [
-                [one.began_s, one.place.host, one.place.slot, one.cause, one.lost_s] for one in self.incidents
+                [incident.began_s, incident.place.host, incident.place.slot, incident.cause, incident.lost_s]
+                for incident in self.incidents
             ],
             "resumed": [self.resumed_s, self.resumed_step],
             "step_s": self.step_s,
@@ -89,7 +94,10 @@ class IncidentHistory:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> IncidentHistory:
-        """The reverse, an empty history from an empty mapping; raises KeyError, TypeError or ValueError."""
+        """Read what `to_json` returned, an empty history from an empty mapping.
+
+        Raises KeyError, TypeError or ValueError.
+        """
         if not body:
             return cls()
         resumed_s, resumed_step = body["resumed"]

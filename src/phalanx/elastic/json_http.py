@@ -1,4 +1,4 @@
-"""JSON over HTTP with the standard library: one bounded request and its answer, for elections."""
+"""Send one bounded JSON request over HTTP with the standard library, for elections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MOST_BYTES = 1 << 20  # of an answer
-TIMEOUT_S = 1.0  # a coordinator does nothing else meanwhile
+# A coordinator does nothing else meanwhile.
+TIMEOUT_S = 1.0
 
 
 class HttpProblem(Exception):
-    """No answer, or one that is no JSON object."""
+    """Raised when no answer came, or one that is not a JSON object."""
 
 
 def ask_json(
@@ -27,7 +28,10 @@ def ask_json(
     context: ssl.SSLContext | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, dict[str, Any]]:
-    """Status and JSON object of an answer; raises HttpProblem. `base` is http://HOST:PORT or https://HOST:PORT."""
+    """Return status and JSON object of an answer; raises HttpProblem.
+
+    `base` is http://HOST:PORT or https://HOST:PORT.
+    """
     parts = urlsplit(base)
     where = f"{parts.scheme}://{parts.netloc}"
     try:
@@ -35,27 +39,27 @@ def ask_json(
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise HttpProblem(f"{base} is no http:// or https:// address")
         if parts.scheme == "https":
-            made: http.client.HTTPConnection = http.client.HTTPSConnection(
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.hostname, port, timeout=timeout_s, context=context or ssl.create_default_context()
             )
         else:
-            made = http.client.HTTPConnection(parts.hostname, port, timeout=timeout_s)
+            connection = http.client.HTTPConnection(parts.hostname, port, timeout=timeout_s)
         try:
             text = json.dumps(body).encode() if body is not None else None
-            told = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
-            made.request(method, parts.path.rstrip("/") + path, body=text, headers=told)
-            answer = made.getresponse()
-            read = answer.read(MOST_BYTES + 1)
+            all_headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+            connection.request(method, parts.path.rstrip("/") + path, body=text, headers=all_headers)
+            answer = connection.getresponse()
+            data = answer.read(MOST_BYTES + 1)
         finally:
-            made.close()
+            connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise HttpProblem(f"{where}: {error or type(error).__name__}") from error
-    if len(read) > MOST_BYTES:
+    if len(data) > MOST_BYTES:
         raise HttpProblem(f"{where} answered with more than {MOST_BYTES} bytes")
     try:
-        found = json.loads(read) if read.strip() else {}
+        body_json = json.loads(data) if data.strip() else {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        body_json = None
+    if not isinstance(body_json, dict):
         raise HttpProblem(f"{where} answered status {answer.status} without a JSON object")
-    return answer.status, found
+    return answer.status, body_json

@@ -1,8 +1,8 @@
 """Election in a Kubernetes Lease (coordination.k8s.io/v1), as the controllers of Kubernetes elect theirs.
 
-The API server takes a change only with the `resourceVersion` that was read: a compare-and-swap. Whoever wants the lease
-of another watches its version with its own clock; the times in a Lease are for people. `leaseTransitions` grows with
-every holder: it is the term.
+The API server accepts a change only with the `resourceVersion` that was read: a compare-and-swap. A process that wants
+the lease of another one watches its version with its own clock; the times in a Lease are for people.
+`leaseTransitions` grows with every holder: it is the term.
 
 The service account of the pods needs get, create and update on leases of their namespace.
 """
@@ -27,7 +27,7 @@ OK, CREATED, NOT_FOUND, CONFLICT = 200, 201, 404, 409
 
 
 class KubernetesElection:
-    """Terms as holders of a Lease."""
+    """An election whose terms are the holders of a Lease."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class KubernetesElection:
         self._token, self._context = token, context
         self.lease_clock = LeaseClock() if lease_clock is None else lease_clock
         self._identity = f"{os.uname().nodename}_{secrets.token_hex(8)}"
-        self._version = ""  # as we wrote it last
+        self._version = ""  # as this process wrote it last
         self._acquired = ""
 
     @classmethod
     def in_cluster(cls, *, namespace: str, name: str, account: Path = ACCOUNT) -> KubernetesElection:
-        """With what every pod is given: the server's address, its certificate, and a token that is replaced in time."""
+        """Use the pod's environment: the server's address, its certificate, and a token that is renewed in time."""
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ElectionUnavailable("KUBERNETES_SERVICE_HOST is not set: this is no pod of a Kubernetes cluster")
@@ -67,14 +67,14 @@ class KubernetesElection:
         return cls(f"https://{host}:{port}", namespace=namespace, name=name, token=token, context=context)
 
     def take(self) -> bool:
-        """Become the coordinator, unless another renews the lease."""
+        """Become the coordinator, unless another process renews the lease."""
         while True:
-            asked_s, found = self.lease_clock.now(), self._get()
-            spec = found.get("spec", {}) if found is not None else {}
-            if found is not None and spec.get("holderIdentity") and self._is_renewed(found):
+            asked_s, lease = self.lease_clock.now(), self._get()
+            spec = lease.get("spec", {}) if lease is not None else {}
+            if lease is not None and spec.get("holderIdentity") and self._is_renewed(lease):
                 return False
             term = int(spec.get("leaseTransitions") or 0) + 1
-            version = _version(found)
+            version = _version(lease)
             self._acquired = _now()
             if self._write(term, version=version):
                 self.term = term
@@ -82,56 +82,57 @@ class KubernetesElection:
                 return True
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Whether the holder renews within the lease that it has claimed, which is at least ours."""
+        """True when the holder renews within the lease duration it wrote, or this process's if longer."""
         lease_s = max(self.lease_clock.lease_s, float(found["spec"].get("leaseDurationSeconds") or 0))
-        seen, until_s = _version(found), self.lease_clock.now() + lease_s
+        version, until_s = _version(found), self.lease_clock.now() + lease_s
         while self.lease_clock.now() < until_s:
             self.lease_clock.sleep(min(self.lease_clock.renew_s, max(0.0, until_s - self.lease_clock.now())))
-            again = self._get()
-            if _version(again) != seen:
-                return again is not None and bool(again["spec"].get("holderIdentity"))
+            lease = self._get()
+            if _version(lease) != version:
+                return lease is not None and bool(lease["spec"].get("holderIdentity"))
         return False
 
     def renew(self) -> None:
-        """Write anew that we hold it, at most once in `renew_s`; raises Deposed."""
+        """Write the lease again, at most once in `renew_s`; raises Deposed."""
         if not self.lease_clock.begin_renewal():
             return
         try:
             if not self._write(self.term, version=self._version):
                 self._adopt()
                 if not self._write(self.term, version=self._version):
-                    return  # somebody labels it at the same time: the next renewal is soon
+                    # A user labels it at the same time: the next renewal comes soon.
+                    return
             self.lease_clock.end_renewal()
         except ElectionUnavailable:
             self.lease_clock.trust_lease(self.term)
 
     def _adopt(self) -> None:
-        """Somebody has changed it: a person who labels it leaves its holder alone."""
-        found = self._get()
-        spec = found.get("spec", {}) if found is not None else {}
+        """Read a lease that was changed by another client: a user who labels it does not change its holder."""
+        lease = self._get()
+        spec = lease.get("spec", {}) if lease is not None else {}
         if (spec.get("holderIdentity"), int(spec.get("leaseTransitions") or 0)) != (self._identity, self.term):
             raise Deposed(f"term {self.term} is over")
-        self._version = _version(found)
+        self._version = _version(lease)
 
     def check(self) -> None:
-        """Raises Deposed when another holds it."""
+        """Raise Deposed when another process holds the lease."""
         try:
             self._adopt()
         except ElectionUnavailable:
             self.lease_clock.trust_lease(self.term)
 
     def release(self) -> None:
-        """The next one need not wait."""
+        """Give the lease up, so that the next holder need not wait."""
         with suppress(ElectionUnavailable):
             self._write(self.term, version=self._version, holder="")
 
     def is_held(self) -> bool:
-        """Whether somebody holds it and renews it within 1.5 renewals."""
-        found = self._get()
-        if found is None or not found.get("spec", {}).get("holderIdentity"):
+        """True when some process holds the lease and renews it within 1.5 renewals."""
+        lease = self._get()
+        if lease is None or not lease.get("spec", {}).get("holderIdentity"):
             return False
         self.lease_clock.sleep(1.5 * self.lease_clock.renew_s)
-        return _version(self._get()) != _version(found)
+        return _version(self._get()) != _version(lease)
 
     # ---- the API server --------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class KubernetesElection:
         return self._expect(status, answer, OK)
 
     def _write(self, term: int, *, version: str, holder: str | None = None) -> bool:
-        """Make it, or replace the version that was read; False when another one was quicker."""
+        """Create the lease, or replace the version that was read; False when another process was first."""
         metadata = {"name": self._name, "namespace": self._namespace}
         body = {
             "apiVersion": "coordination.k8s.io/v1",
@@ -175,9 +176,9 @@ class KubernetesElection:
 
     def _expect(self, status: int, answer: dict[str, Any], *expected: int) -> dict[str, Any]:
         if status not in expected:
-            said = str(answer.get("message") or "no reason")[:300]
+            reason = str(answer.get("message") or "no reason")[:300]
             raise ElectionUnavailable(
-                f"{self._server}: status {status} for lease {self._namespace}/{self._name}: {said}"
+                f"{self._server}: status {status} for lease {self._namespace}/{self._name}: {reason}"
             )
         return answer
 
@@ -187,5 +188,5 @@ def _version(found: dict[str, Any] | None) -> str:
 
 
 def _now() -> str:
-    """As Kubernetes writes a MicroTime; for people, no clock is compared with it."""
+    """Return the time as Kubernetes writes a MicroTime; for people, no clock is compared with it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,13 +1,13 @@
-"""Which rank this process is, when another launcher started it: torchrun, srun, mpirun, mpiexec, or a person.
+"""Find this process's rank when another launcher started it: torchrun, srun, mpirun, mpiexec, or a user.
 
 torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH, Intel
-MPI, Cray PALS), Flux, jsrun and horovodrun each set names of their own and no address; what they leave out is derived
-here, so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun tell a process its
-rank but not how many there are: that is refused, because to guess would make a run of every rank.
+MPI, Cray PALS), Flux, jsrun and horovodrun each set other names and no address; what they leave out is derived here,
+so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun give a process its rank
+but not the number of ranks: that is refused, because a guess would make a run of every rank.
 
-A batch script and the shell of salloc are no tasks of a step. Slurm gives them SLURM_NTASKS, and the script
-SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (read off Slurm 22.05), so a plain `phalanx train` there starts its own
-ranks.
+A batch script and the shell of salloc are not tasks of a step. Slurm gives them SLURM_NTASKS, and the script
+SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (observed with Slurm 22.05), so a plain `phalanx train` there starts its
+own ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from phalanx.errors import UserError, mistake
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500  # torchrun's
-# Ports of derived addresses: below 32768, where Linux begins to hand out ports by itself, and off torchrun's 29500.
+DEFAULT_PORT = 29500  # torchrun's default
+# Ports of derived addresses: below 32768, where Linux begins to assign ports by itself, and not torchrun's 29500.
 FIRST_PORT, PORTS = 12_000, 16_000
 MOST_RANKS = 10**7
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # steps of Slurm's own above: batch, extern and interactive (salloc)
+# Slurm's own steps begin here: batch, extern and interactive (salloc).
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 _TASKS_PER_NODE = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?")
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
@@ -32,7 +33,7 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """One rank of a job that another launcher started, and where the ranks meet."""
+    """One rank of a job that another launcher started, and the address where the ranks meet."""
 
     launcher: str  # as messages name it
     rank: int
@@ -41,45 +42,51 @@ class RankPlace:
     local_world: int | None = None
     address: str
     port: int
-    one_host: bool = False  # all ranks are known to be on this host
-    derived: bool = False  # nobody set MASTER_ADDR: the address is the first of the launcher's list of nodes
+    # All ranks are known to be on this host.
+    one_host: bool = False
+    # MASTER_ADDR is not set: the address is the first of the launcher's list of nodes.
+    derived: bool = False
 
     def environ(self) -> dict[str, str]:
-        """What torch and the trainer read; a launcher that says nothing of its hosts leaves the local names out."""
-        found = {"RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        """Return the variables that torch and the trainer read.
+
+        The local rank and world size are left out where the launcher does not provide them.
+        """
+        variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         if self.local_rank is not None:
-            found["LOCAL_RANK"] = self.local_rank
+            variables["LOCAL_RANK"] = self.local_rank
         if self.local_world is not None:
-            found["LOCAL_WORLD_SIZE"] = self.local_world
-        return {name: str(value) for name, value in found.items()}
+            variables["LOCAL_WORLD_SIZE"] = self.local_world
+        return {name: str(value) for name, value in variables.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Claim:
-    """What one launcher says of this process."""
+    """The facts that one launcher's variables state about this process."""
 
     launcher: str
-    command: str  # that starts several ranks
+    command: str  # a command of the launcher that starts several ranks
     names: tuple[str, str]  # of the variables that hold rank and number of ranks
     rank: int
     world: int
     local_rank: int | None = None
     local_world: int | None = None
-    identity: str = ""  # of the launch: the same in all its ranks, another in the next launch
+    # Of the launch: the same in all its ranks, another in the next launch.
+    identity: str = ""
     first_host: str = ""  # where rank 0 is expected
     own_host: str = ""  # where this process is, in the same names
 
     @property
     def here(self) -> str:
-        """The claim in the launcher's own words."""
+        """The launcher's variables with their values, as text."""
         return f"{self.names[0]} = {self.rank}, {self.names[1]} = {self.world}"
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """This process as one of several ranks; None when no launcher started several, so that the ranks are ours to start.
+    """Return this process's rank; None when no launcher started several processes, so that Phalanx starts the ranks.
 
-    Raises UserError for half a set of variables, and for sets that contradict each other: to guess would start a second
-    run where one was meant.
+    Raises UserError for an incomplete set of variables, and for sets that contradict each other: a guess could start a
+    second run where one was meant.
     """
     claim = _innermost(environ)
     own = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
@@ -106,7 +113,7 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def refuse_several(environ: Mapping[str, str], verb: str) -> None:
-    """Raise UserError when a launcher started this verb several times at once, each of which would make its own run."""
+    """Raise UserError when a launcher started this command several times, each of which would make its own run."""
     place = find_rank(environ)
     if place is not None and place.world > 1:
         raise mistake(
@@ -118,7 +125,7 @@ def refuse_several(environ: Mapping[str, str], verb: str) -> None:
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable that holds a count or a rank; raises UserError otherwise."""
+    """Return a variable that holds a count or a rank; raises UserError for anything but a whole number."""
     text = environ.get(name) or ("" if default is None else str(default))
     if not text.isascii() or not text.isdigit() or int(text) > MOST_RANKS:
         raise mistake(
@@ -131,7 +138,7 @@ def whole_number(environ: Mapping[str, str], name: str, default: int | None = No
 
 
 def derived_port(identity: str) -> int:
-    """The same port in all ranks of a launch, most likely another one in the next.
+    """Return a port that is the same in all ranks of a launch, and most likely another one in the next launch.
 
     >>> derived_port("slurm 4711.0") == derived_port("slurm 4711.0") != derived_port("slurm 4711.1")
     True
@@ -140,35 +147,36 @@ def derived_port(identity: str) -> int:
 
 
 def first_of_hostlist(text: str) -> str:
-    """The first host of a list as Slurm writes it; empty when it is no such list.
+    """Return the first host of a list in Slurm's notation; "" for any other text.
 
     >>> first_of_hostlist("gpu[003-007,9],cpu1"), first_of_hostlist("rack[2-3]n[01-04]"), first_of_hostlist("a,b")
     ('gpu003', 'rack2n01', 'a')
     """
-    found, depth, skipping = [], 0, False
+    letters, depth, skipping = [], 0, False
     for letter in text.strip():
         if letter == "[":
             depth, skipping = depth + 1, False
         elif letter == "]":
             depth, skipping = depth - 1, False
         elif depth and letter in "-,":
-            skipping = True  # the rest of this range is other hosts
+            # The rest of this range is other hosts.
+            skipping = True
         elif not depth and letter == ",":
             break
         elif not skipping:
-            found.append(letter)
-    name = "".join(found)
+            letters.append(letter)
+    name = "".join(letters)
     return name if not depth and _HOST.fullmatch(name) else ""
 
 
 def tasks_on_node(text: str, node: int) -> int | None:
-    """Of SLURM_STEP_TASKS_PER_NODE, the count of one node; None when it does not say.
+    """Return the task count of one node in SLURM_STEP_TASKS_PER_NODE; None when the text does not contain it.
 
     >>> tasks_on_node("4(x2),3", 1), tasks_on_node("4(x2),3", 2), tasks_on_node("4", 1)
     (4, 3, None)
     """
-    for part in text.split(","):
-        match = _TASKS_PER_NODE.fullmatch(part.strip())
+    for entry in text.split(","):
+        match = _TASKS_PER_NODE.fullmatch(entry.strip())
         if match is None:
             return None
         repeated = int(match[2] or 1)
@@ -179,19 +187,20 @@ def tasks_on_node(text: str, node: int) -> int | None:
 
 
 def _innermost(environ: Mapping[str, str]) -> _Claim | None:
-    """The launcher that is nearest to this process and started several.
+    """Return the claim of the launcher that is nearest to this process and started several; None without one.
 
-    mpirun inside Slurm starts its daemons with srun, and srun --mpi=pmi2 sets PMI's names as well: the variables of the
-    outer launcher stay, and describe the daemons.
+    mpirun inside Slurm starts its daemons with srun, and srun --mpi=pmi2 sets PMI's names as well: the variables of
+    the outer launcher stay, and describe the daemons.
     """
     slurm = _slurm(environ)
-    claims = [one(environ) for one in (_open_mpi, _mvapich, _horovod, _jsrun, _flux, _pmi)] + [slurm]
-    found = next((one for one in claims if one is not None and one.world > 1), None)
-    if found is None and not any(claims):
+    claims = [read_claim(environ) for read_claim in (_open_mpi, _mvapich, _horovod, _jsrun, _flux, _pmi)] + [slurm]
+    innermost = next((claim for claim in claims if claim is not None and claim.world > 1), None)
+    if innermost is None and not any(claims):
         _refuse_lone_rank(environ)
-    if found is not None and slurm is not None and (slurm.rank, slurm.world) == (found.rank, found.world):
-        return slurm  # the same rank twice, and Slurm also says what runs where
-    return found
+    if innermost is not None and slurm is not None and (slurm.rank, slurm.world) == (innermost.rank, innermost.world):
+        # The same rank twice, and Slurm also provides the hosts of the ranks.
+        return slurm
+    return innermost
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Claim | None:
@@ -219,7 +228,7 @@ def _mvapich(environ: Mapping[str, str]) -> _Claim | None:
 
 
 def _horovod(environ: Mapping[str, str]) -> _Claim | None:
-    """horovodrun over gloo; over MPI it starts mpirun, which says the same."""
+    """Read horovodrun over gloo; over MPI it starts mpirun, whose variables give the same rank."""
     return _counted(
         environ,
         launcher="horovodrun",
@@ -256,7 +265,7 @@ def _flux(environ: Mapping[str, str]) -> _Claim | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> _Claim | None:
-    """MPICH and Intel MPI (MPI_LOCALRANKID), Cray PALS (PALS_LOCAL_RANKID), srun --mpi=pmi2."""
+    """Read MPICH and Intel MPI (MPI_LOCALRANKID), Cray PALS (PALS_LOCAL_RANKID), srun --mpi=pmi2."""
     return _counted(
         environ,
         launcher="PMI (mpiexec)",
@@ -278,11 +287,11 @@ def _counted(
     local_worlds: tuple[str, ...],
     identities: tuple[str, ...],
 ) -> _Claim | None:
-    """A launcher of MPI; inside Slurm rank 0 is on the first node of the allocation."""
-    given = [name for name in names if environ.get(name)]
-    if len(given) == 1:
-        raise _half_of(given[0], names)
-    if not given:
+    """Read the variables of an MPI launcher; inside Slurm rank 0 is on the first node of the allocation."""
+    set_names = [name for name in names if environ.get(name)]
+    if len(set_names) == 1:
+        raise _half_of(set_names[0], names)
+    if not set_names:
         return None
     rank, world = (whole_number(environ, name) for name in names)
     identity = next((environ[name] for name in identities if environ.get(name)), "")
@@ -303,13 +312,13 @@ def _counted(
 
 
 def _slurm(environ: Mapping[str, str]) -> _Claim | None:
-    """A task of an srun step; the step counts, the allocation around it may be larger."""
+    """Read a task of an srun step; the step counts, the allocation around it may be larger."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     step = _slurm_step(environ)
     if _is_special(step):
         return None
     if not environ.get(names[1]):
-        # A step that is numbered is srun's: a task 0 without the number of tasks is no batch script.
+        # A numbered step is srun's: a task 0 without the number of tasks is not a batch script.
         if step.isdigit() and environ.get(names[0]) and environ.get("SLURM_NTASKS", "") != "1":
             raise _half_of(names[0], names)
         return None
@@ -354,7 +363,7 @@ def _sound(claim: _Claim) -> _Claim:
 
 
 def _explicit(environ: Mapping[str, str], claim: _Claim | None) -> RankPlace:
-    """RANK, WORLD_SIZE and MASTER_ADDR are given: by torchrun, an operator of Kubernetes, or a script."""
+    """Return the rank from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun, an operator or a script sets them."""
     rank, world = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     if rank >= world:
         raise mistake(
@@ -389,12 +398,13 @@ def _explicit(environ: Mapping[str, str], claim: _Claim | None) -> RankPlace:
 
 
 def _meeting_place(environ: Mapping[str, str], claim: _Claim) -> tuple[str, int]:
-    """Address and port of rank 0: as a person or the batch script set them, else derived where that is safe."""
+    """Return address and port of rank 0: from MASTER_ADDR and MASTER_PORT, else derived where that is safe."""
     port = whole_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
     port = port or (derived_port(claim.identity) if claim.identity else DEFAULT_PORT)
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], port
-    if claim.local_world == claim.world:  # one host: nobody else needs to reach it
+    # One host: no other host needs to reach it.
+    if claim.local_world == claim.world:
         return LOOPBACK, port
     if not claim.first_host:
         raise mistake(
@@ -415,7 +425,10 @@ def _meeting_place(environ: Mapping[str, str], claim: _Claim) -> tuple[str, int]
 
 
 def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
-    """RANK or WORLD_SIZE without the rest. WORLD_SIZE = 1 alone is harmless, and so is MASTER_ADDR."""
+    """Raise UserError for RANK or WORLD_SIZE without the rest.
+
+    WORLD_SIZE = 1 alone is harmless, and so is MASTER_ADDR.
+    """
     if not own or ("WORLD_SIZE" in own and whole_number(environ, "WORLD_SIZE") == 1):
         return
     every = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -430,9 +443,9 @@ def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
 
 
 def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
-    """A rank without the number of ranks. Rank 0 may be alone: a batch script, or the shell of an allocation.
+    """Raise UserError for a rank above 0 without the number of ranks; rank 0 may be a batch script or a shell.
 
-    A process that says RANK and WORLD_SIZE itself has completed what its launcher left out.
+    A process with RANK and WORLD_SIZE set has completed what its launcher left out.
     """
     if (environ.get("RANK") and environ.get("WORLD_SIZE")) or _is_special(_slurm_step(environ)):
         return
@@ -448,17 +461,17 @@ def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
 
 
 def _half_of(given: str, names: tuple[str, str]) -> UserError:
-    other = names[1] if given == names[0] else names[0]
+    missing = names[1] if given == names[0] else names[0]
     return mistake(
         given,
-        f"is set in the environment, but {other} is not",
+        f"is set in the environment, but {missing} is not",
         why="a rank needs all of these variables; without them, every process would start its own run",
         fix=f"pass both to the command (containers drop variables unless told to keep them), or unset {given}",
     )
 
 
 def _contradiction(environ: Mapping[str, str], claim: _Claim, name: str) -> UserError:
-    theirs = claim.names[0 if name == "RANK" else 1]
+    launcher_name = claim.names[0 if name == "RANK" else 1]
     value = claim.rank if name == "RANK" else claim.world
     why = (
         "a batch script is always task 0, and every task inherits what it exports"
@@ -467,7 +480,7 @@ def _contradiction(environ: Mapping[str, str], claim: _Claim, name: str) -> User
     )
     return mistake(
         name,
-        f"{environ[name][:40]} contradicts {theirs} = {value} of {claim.launcher}",
+        f"{environ[name][:40]} contradicts {launcher_name} = {value} of {claim.launcher}",
         why=why,
         fix=f"unset RANK and WORLD_SIZE: {claim.launcher} provides both. To start independent runs, start each "
         f"one separately "

@@ -1,4 +1,4 @@
-"""When the holder of a lease renewed it, by its own clock, and how long it may trust a lease that it cannot reach."""
+"""The time since a lease was renewed, on its holder's clock, and for how long an unreachable lease may be trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed
 
 
 class LeaseClock:
-    """The times of a lease that a service keeps: `lease_s` without a renewal and it is over."""
+    """The times of a lease that a service keeps: after `lease_s` without a renewal it is over."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class LeaseClock:
         self.renewed_s, self.tried_s = -1e9, -1e9
 
     def take_lease(self, asked_s: float) -> None:
-        """The lease is ours, and runs from when we asked for it."""
+        """Note that this process holds the lease, from the time of its request on."""
         self.renewed_s = self.tried_s = asked_s
 
     def begin_renewal(self) -> bool:
-        """Whether a renewal is due, at most one in `renew_s`; it counts from now once it has succeeded."""
+        """Return True when a renewal is due, at most one in `renew_s`; `end_renewal` confirms it."""
         now = self.now()
         if now - self.tried_s < self.renew_s:
             return False
@@ -35,10 +35,13 @@ class LeaseClock:
         return True
 
     def end_renewal(self) -> None:
-        """The renewal that began last has succeeded."""
+        """Note that the renewal that began last has succeeded."""
         self.renewed_s = self.tried_s
 
     def trust_lease(self, term: int) -> None:
-        """Out of reach: nobody else can have taken the term before our lease is over. Raises Deposed when it is."""
+        """Trust the lease while its service is out of reach: no other process can take the term before it is over.
+
+        Raises Deposed when it is over.
+        """
         if self.now() - self.renewed_s > self.lease_s:
             raise Deposed(f"term {term} could not be renewed for {self.lease_s:g} s")

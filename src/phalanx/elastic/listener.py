@@ -1,4 +1,4 @@
-"""Where connections come in: strangers are held at the door until they prove to know the run's secret."""
+"""Accept connections: unproven ones are held back until they prove that they know the run's secret."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, FrameSigner, H
 from phalanx.elastic.socket_stream import STALL_S, receive_some, say, tune
 
 Hello = Message | Callable[[Message], Message]
-HALF_OPEN = 64  # connections that have not yet proved anything
-HELLO_S = 5.0  # for which a connection may prove nothing
+# Connections that have not proved anything yet.
+HALF_OPEN = 64
+# Seconds in which a connection must complete its handshake.
+HELLO_S = 5.0
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
 MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 
 
 class Listener:
-    """Takes connections, and hands out those that prove to know the secret; strangers cost a socket for some seconds.
+    """Accepts connections, and returns those that prove to know the secret; others cost a socket for some seconds.
 
-    `hello` is what this side says of itself, or a function of what an authentic client said; it may raise Refused.
-    Where more than `half_open` honest peers may come at once, say so: the oldest of those who wait is pushed out first.
+    `hello` is this side's hello, or a function of an authentic client's hello; it may raise Refused. Set `half_open`
+    where more honest peers may connect at once: the oldest of the waiting ones is dropped first.
     """
 
     def __init__(
@@ -42,33 +44,35 @@ class Listener:
     ) -> None:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
-        self._answer: tuple[Message, bytes] = ({}, handshake.encode({}))  # the last one, and its text
+        self._answer: tuple[Message, bytes] = ({}, handshake.encode({}))  # the last answer, and its encoded text
         self._guests: OrderedDict[int, _Guest] = OrderedDict()  # by descriptor, oldest first
         family, _, _, _, place = socket.getaddrinfo(address or LOOPBACK, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
         self._sock.setblocking(False)
-        tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
-        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both. Not `selectors`,
-        # whose records of each socket cost as much as the kernel's, where thousands come at once.
+        # The kernel gives every accepted connection the same options.
+        tune(self._sock, stall_s)
+        # One descriptor for the listening socket and all unproven connections: a loop that watches it wakes for
+        # both. Not `selectors`, whose record of each socket costs as much as the kernel's, where thousands come at
+        # once.
         self._poll = select.epoll()
         self._door = self._sock.fileno()
         self._poll.register(self._door, select.EPOLLIN)
 
     @property
     def address(self) -> Address:
-        """Where it listens, with the port that was really given."""
+        """The address on which it listens, with the port that was assigned."""
         host, port = self._sock.getsockname()[:2]
         return host, port
 
     def fileno(self) -> int:
-        """The descriptor for a selector: readable when `pump` has something to do."""
+        """Return the descriptor for a selector: readable when `pump` has something to do."""
         return self._poll.fileno()
 
     def pump(self, timeout_s: float = 0) -> list[Channel]:
-        """Take new connections and let the unproven ones go on; the channels that have become authentic.
+        """Accept new connections and advance the unproven ones; returns the channels that have become authentic.
 
-        Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
-        strangers who are late are thrown out here.
+        Waits up to `timeout_s` for an event, not for a channel. A loop calls it on every turn, ready or not: late
+        connections are dropped here.
         """
         guests, channels, is_knocking = self._guests, list[Channel](), False
         for descriptor, _ in self._poll.poll(max(0, timeout_s), len(guests) + 1):
@@ -77,18 +81,19 @@ class Listener:
             elif (channel := self._advance(guests[descriptor])) is not None:
                 channels.append(channel)
         self._drop_late(time.monotonic() - self._hello_s)
-        if is_knocking:  # after the others had their turn: newcomers may push out the oldest
+        # After the others had their turn, because new connections may push out the oldest.
+        if is_knocking:
             self._accept()
         return channels
 
     def close(self) -> None:
-        """Stop listening and hang up on whoever has proved nothing; channels handed out live on."""
+        """Stop listening and drop unproven connections; channels that were returned stay open."""
         for guest in list(self._guests.values()):
             self._drop(guest)
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: give back the copies of all sockets; the parent goes on listening."""
+        """Close this forked child's copies of all sockets; the parent continues to listen."""
         # Not unregistered: the child shares the kernel's list of watched sockets with its parent.
         self._poll.close()
         for sock in (self._sock, *(guest.sock for guest in self._guests.values())):
@@ -96,15 +101,17 @@ class Listener:
         self._guests.clear()
 
     def _accept(self) -> None:
-        # Half of the places at a time: a crowd at the door cannot push out those who have just been greeted.
+        # Half of the places at a time: a burst of connections cannot push out those that have just been greeted.
         for _ in range(max(1, self._half_open // 2)):
             try:
                 sock, _ = self._sock.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # the guest has left again
+            except ConnectionError:
+                # The client has disconnected again.
                 continue
-            except OSError:  # no descriptor or memory to spare: strangers are the first to go
+            except OSError:
+                # Out of descriptors or memory: unproven connections are the first to be dropped.
                 self._drop_oldest(keep=len(self._guests) // 2)
                 return
             self._drop_oldest(keep=self._half_open - 1)
@@ -134,7 +141,7 @@ class Listener:
         return channel
 
     def _answer_text(self, peer: Message) -> bytes:
-        """What is said to an authentic client; where thousands are told the same it is encoded once."""
+        """Return the encoded answer to an authentic client; where thousands get the same one it is encoded once."""
         answer = self._hello(peer) if callable(self._hello) else self._hello
         if answer is not self._answer[0]:
             self._answer = (answer, handshake.encode_hello(answer))
@@ -150,7 +157,8 @@ class Listener:
 
     def _drop(self, guest: _Guest) -> None:
         del self._guests[guest.descriptor]
-        self._poll.unregister(guest.descriptor)  # closing is not enough: a forked child may hold the same socket
+        # Closing is not enough: a forked child may hold the same socket.
+        self._poll.unregister(guest.descriptor)
         guest.sock.close()
 
 
@@ -165,8 +173,11 @@ class _Guest:
         self._said = b""
 
     def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
-        """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
-        # Read at once: an honest guest says nothing after its hello before it was answered.
+        """Return a channel once the client has proved itself, None while bytes are missing.
+
+        Raises Closed or Refused.
+        """
+        # Read at once: an honest client sends nothing after its hello before the answer.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
         if len(self._said) < OPENING.size:
             return None
@@ -192,6 +203,6 @@ class _Guest:
         return Channel(self.sock, send=send, receive=receive, peer=peer, stall_s=self._stall_s)
 
     def _refuse(self, why: str) -> NoReturn:
-        """Tell a guest who speaks our language that it is not let in: it need not try again."""
+        """Refuse a client that speaks the protocol, so that it need not try again."""
         say(self.sock, ANSWER.pack(0))
         raise Refused(why)

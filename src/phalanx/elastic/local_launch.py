@@ -1,4 +1,4 @@
-"""The caller's side: starts the agent of a run, passes on the request to stop, and knows how it ended. No torch."""
+"""The launcher's side of a run: start the agents, pass on requests to stop, and report how the run ended. No torch."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ from phalanx.record.run import Run
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
-RESTART_S = 1.0  # before a dead agent is started again, so that its death is noticed first
-MOST_RESTARTS = 3  # of one host in a row, none of them for long
-STABLE_S = 20.0  # after which a host that fails again has failed anew
+# Before a dead agent is started again, so that its death is noticed first.
+RESTART_S = 1.0
+# Of one host in a row, each within STABLE_S.
+MOST_RESTARTS = 3
+# After so long a failure of a host begins a new row.
+STABLE_S = 20.0
 ENDED = ("done", "stopped", "failed")
 INTERRUPTED = 130  # 128 + SIGINT
-# -P: a file of the current folder called torch.py is not torch.
+# -P: a file named torch.py in the current folder must not be imported as torch.
 AGENT = ("-P", "-m", "phalanx.train.agent")
-ALLOW_CODE = "--allow-code"  # told to agents by whoever starts them, so that no run folder can say it for them
-ELECTION = "--election="  # before what `phalanx agent --election` names
+# Passed to agents by the launcher, so that no run folder can set it.
+ALLOW_CODE = "--allow-code"
+# Followed by the value of `phalanx agent --election`.
+ELECTION = "--election="
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOutcome:
-    """How a launch ended."""
+    """The end of a launch."""
 
     state: str  # done, stopped or failed
     exit_code: int
     message: str
-    signals: tuple[int, ...] = ()  # that came meanwhile, in order
+    signals: tuple[int, ...] = ()  # received during the launch, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,58 +63,62 @@ class LauncherTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """A host as the launcher sees it; on one machine several may be pretended."""
+    """A host as the launcher sees it; one machine may act as several."""
 
     name: str
     slots: int
     address: str = LOOPBACK
-    prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
-    task: LauncherTask | None = None  # where another launcher started it
-    spares: int = 0  # of the slots, the last: they are taken when the others are not enough
+    # Command under which the agent starts, such as `ip netns exec`.
+    prefix: tuple[str, ...] = ()
+    task: LauncherTask | None = None  # set where another launcher started it
+    # Of the slots, the last ones: they are used when the others are not enough.
+    spares: int = 0
 
 
 def agent_command(*, allow_code: bool, election: str = "") -> tuple[str, ...]:
-    """How agents are started, with the caller's word on code that the job names, and on who elects the coordinator.
+    """Return the command that starts agents: with the user's consent to code that the job names, and the election.
 
     >>> agent_command(allow_code=True, election="file")[-2:]
     ('--allow-code', '--election=file')
     """
-    told = ((allow_code, ALLOW_CODE), (election, f"{ELECTION}{election}"))
-    return (*AGENT, *(word for is_told, word in told if is_told))
+    options = ((allow_code, ALLOW_CODE), (election, f"{ELECTION}{election}"))
+    return (*AGENT, *(word for is_set, word in options if is_set))
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
-    """This machine as so many hosts; spares are dealt out from the last on, so that one host takes few along.
+    """Return this machine as several hosts.
+
+    Spares are dealt from the last host on, so that one lost host takes few along.
 
     >>> [(host.slots, host.spares) for host in local_hosts(4, hosts=2, spares=3)]
     [(3, 1), (4, 2)]
     """
     share, more = divmod(ranks, hosts)
-    made = []
+    specs = []
     for number in range(hosts):
-        mine = (spares + number) // hosts
-        made.append(HostSpec(name=f"host-{number}", slots=share + (number < more) + mine, spares=mine))
-    return tuple(made)
+        host_spares = (spares + number) // hosts
+        specs.append(HostSpec(name=f"host-{number}", slots=share + (number < more) + host_spares, spares=host_spares))
+    return tuple(specs)
 
 
 def share_of(run: Run) -> int:
-    """Slots of one host of a run: the ranks dealt evenly to the hosts it waits for."""
+    """Return the slots of one host of a run: the ranks divided evenly among the hosts it waits for, rounded up."""
     launch = run.launch()
     return -(-int(launch["world"]) // max(1, int(launch.get("join") or 1)))
 
 
 def address_of(run: Run) -> str:
-    """The address that agents of a run listen on: the job's fault.interface, or the loopback."""
+    """Return the address on which agents of a run listen: the job's fault.interface, or the loopback."""
     return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
 
 
 def rank_environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """What agents are started with: the ranks share the cores, and CUDA is not started before the fork."""
+    """Return the environment of agents: the ranks share the cores, and the check for CUDA does not start CUDA."""
     from phalanx.hardware.discover import discover
 
     threads = str(max(1, discover().usable_cores // plan.layout.devices))
-    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    return {**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    thread_settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    return {**thread_settings, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def launch(
@@ -121,7 +130,7 @@ def launch(
     asked: Callable[[int], None],
     agent: Sequence[str] = AGENT,
 ) -> LaunchOutcome:
-    """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th request to stop."""
+    """Start the agents and wait until they exit; `tick` is called often, `asked(n)` at the n-th request to stop."""
     with collected_signals() as stop_requests:
         prepare_launch(run, hosts)
         return tend_agents(
@@ -140,33 +149,36 @@ def tend_agents(
     agent: Sequence[str] = AGENT,
     is_first: bool = True,
 ) -> LaunchOutcome:
-    """Start the agents of a launch that was prepared, and stay until they are gone.
+    """Start the agents of a prepared launch, and wait until they exit.
 
-    `stop_requests` are the signals collected so far. Only the first of several launchers writes down how the run ended
-    when no coordinator did.
+    `stop_requests` are the signals collected so far. Only the first of several launchers writes how the run ended when
+    no coordinator did.
     """
     fleet = Fleet(run, hosts, environ, agent)
     try:
-        passed = 0
+        num_passed = 0
         while fleet.tend():
-            while passed < len(stop_requests):
-                passed += 1
-                asked(passed)
-                fleet.terminate(stop_requests[0], passed)
+            while num_passed < len(stop_requests):
+                num_passed += 1
+                asked(num_passed)
+                fleet.terminate(stop_requests[0], num_passed)
             tick()
-            time.sleep(POLL_S)  # a signal does not cut it short: a request waits this long at most
+            # A signal does not interrupt the sleep: a request waits this long at most.
+            time.sleep(POLL_S)
         tick()
-        for late in range(passed, len(stop_requests)):
+        for late in range(num_passed, len(stop_requests)):
             asked(late + 1)
     finally:
-        fleet.kill()  # we may be leaving by an exception: nothing stays behind
+        # Also after an exception: no agent stays behind.
+        fleet.kill()
     outcome = _outcome(run, fleet.code, stop_requests=len(stop_requests), is_first=is_first)
     return replace(outcome, signals=tuple(stop_requests))
 
 
 def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
-    """Make the run ready for agents: a fresh secret, and in launch.json the hosts and `more`."""
-    run.stop_file.unlink(missing_ok=True)  # it stopped the run once; it does not stop it again
+    """Make the run ready for agents: a new secret, and in launch.json the hosts and `more`."""
+    # The file stopped the earlier launch; it must not stop this one.
+    run.stop_file.unlink(missing_ok=True)
     _refuse_second(run)
     failure.clear(run)
     (run.path / "secret").unlink(missing_ok=True)  # a new one for every launch
@@ -175,17 +187,18 @@ def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
     names, slots = [host.name for host in hosts], [host.slots for host in hosts]
     addresses = [host.address for host in hosts]
     launch = run.launch()
-    earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
+    # Otherwise the writer of launch.json has listed them.
+    earlier = {"earlier": run.launches()} if "launched" in launch else {}
     choices = [str(choice) for choice in run.plan().get("job", {}).get("fault", {}).get("election", ())] or [FILE]
-    told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
-    told["spares"] = [host.spares for host in hosts]
-    told["election"] = choose_election(choices, run)
-    run.set_launch(**{**launch, **earlier, **told, **more})
+    fields = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
+    fields["spares"] = [host.spares for host in hosts]
+    fields["election"] = choose_election(choices, run)
+    run.set_launch(**{**launch, **earlier, **fields, **more})
     run.set_status("launching")
 
 
 def _refuse_second(run: Run) -> None:
-    """The launcher of an earlier launch may be gone while agents of other hosts train on."""
+    """Refuse a second launch: agents of other hosts may train on after the launcher of an earlier launch is gone."""
     if is_coordinated(run):
         raise mistake(
             str(run.path),
@@ -196,30 +209,33 @@ def _refuse_second(run: Run) -> None:
 
 
 def is_coordinated(run: Run) -> bool:
-    """Whether a coordinator holds its lease now."""
+    """True when a coordinator holds its lease now."""
     try:
         return open_election(elected_by(run), run).is_held()
-    except ElectionUnavailable:  # then nobody of that launch can have a coordinator either
+    except ElectionUnavailable:
+        # Then no process of that launch can have a coordinator either.
         return False
 
 
 class Fleet:
-    """The agents of a launch on this machine. One that dies is started again: its host came back."""
+    """The agents of a launch on this machine. One that dies is started again, as if its host came back."""
 
     def __init__(self, run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], agent: Sequence[str]) -> None:
         self._run, self._hosts, self._environ, self._agent = run, list(hosts), dict(environ), list(agent)
-        self._restarts = {host.name: 0 for host in hosts}  # in a row: one that lasted forgives those before it
+        # Restarts in a row: one that ran for STABLE_S resets the count.
+        self._restarts = {host.name: 0 for host in hosts}
         self._started_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
-        self._stop_requested = False  # whoever is gone now stays away
+        # From then on no agent is started again.
+        self._stop_requested = False
         self._agents = {host.name: self._start(host) for host in hosts}
         self.code = 0
 
     def tend(self) -> bool:
-        """Whether an agent still runs, or is about to; starts those that are due."""
+        """Start the agents that are due; True while an agent runs, or is about to start."""
         now = time.monotonic()
-        # Asked only when it matters: the launchers of a large run read one file on a shared disk.
-        over = bool(self._due_s or any(one.poll() is not None for one in self._agents.values())) and self._is_over()
+        # Read only when it matters: the launchers of a large run read one file on a shared disk.
+        over = bool(self._due_s or any(agent.poll() is not None for agent in self._agents.values())) and self._is_over()
         for host in self._hosts:
             process = self._agents.get(host.name)
             if process is not None and process.poll() is not None:
@@ -242,7 +258,10 @@ class Fleet:
         return self._run.status().get("state") in ENDED
 
     def terminate(self, first: int, count: int) -> None:
-        """Pass the n-th request on; the second as another signal, because two that are pending count as one."""
+        """Pass the n-th request to stop on to the agents.
+
+        The second is another signal, because two pending signals of a kind count as one.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
         self._stop_requested = True
         self._due_s.clear()
@@ -250,14 +269,14 @@ class Fleet:
             process.send_signal(numbers[min(count, 2) - 1])
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the agents that still run."""
         for process in self._agents.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
     def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
-        """The agent in a session of its own: Ctrl-C in the terminal reaches only us, and we pass it on."""
+        """Start the agent in a separate session: only this process gets Ctrl-C in the terminal, and passes it on."""
         self._started_s[host.name] = time.monotonic()
         words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
         words += [json.dumps(asdict(host.task))] if host.task is not None else []
@@ -270,27 +289,29 @@ class Fleet:
 
 @contextlib.contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are collected: the first asks to stop after the step, the second at once.
+    """A context that collects Ctrl-C and SIGTERM: the first asks to stop after the step, the second at once.
 
-    Nothing is printed from a handler: a second signal would find the stream in use, and Python answers that with
-    "reentrant call", which ended the launch with exit code 1.
+    The handler prints nothing: a second signal would find the stream in use, and Python answers that with "reentrant
+    call", which ended the launch with exit code 1.
     """
     stop_requests: list[int] = []
 
     def note_request(number: int, frame: FrameType | None) -> None:
         stop_requests.append(number)
 
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+    # Python delivers signals only to the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield stop_requests
         return
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    # With nohup SIGHUP is ignored.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note_request) for number in numbers}
+    handlers_before = {number: signal.signal(number, note_request) for number in numbers}
     try:
         yield stop_requests
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
@@ -298,11 +319,13 @@ def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> Laun
     status = run.status()
     if status.get("state") in ENDED:
         message = str(status.get("message", ""))
-        if code < 0 and status.get("cause") == failure.HOST_LOST:  # the coordinator knows the host, not the signal
+        # The coordinator knows the host, not the signal.
+        if code < 0 and status.get("cause") == failure.HOST_LOST:
             message = f"{message}\n  {_end_of_agent(run, code)}"
         return LaunchOutcome(state=str(status["state"]), exit_code=int(status.get("exit_code", code)), message=message)
     state, code, message = "failed", 3, _died(run, code)
-    if stop_requests:  # it came before an agent could listen, or ended the one that would have told
+    # The request came before an agent could receive it, or killed the one that would have reported it.
+    if stop_requests:
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
         if lost := failure.unsaved_steps(run, last_checkpoint(run)):
             code, message = code if stop_requests > 1 else 3, f"{message}; {lost}"
@@ -319,8 +342,8 @@ def _stopped(run: Run) -> str:
 
 
 def _end_of_agent(run: Run, code: int) -> str:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"the supervisor of {run.path} {how}"
+    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"the supervisor of {run.path} {ending}"
 
 
 def _died(run: Run, code: int) -> str:
@@ -341,14 +364,16 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(slots=True)
 class StopSignals:
-    """How often somebody asked us to stop."""
+    """The number of requests to stop that this process got."""
 
     count: int = 0
-    first: int = 0  # the signal: SIGTERM is a cluster manager that will not wait for long, SIGINT a person who does
+    # The first signal: SIGTERM comes from a cluster manager that will not wait for long, SIGINT from a user who
+    # does.
+    first: int = 0
 
     @classmethod
     def listen(cls) -> StopSignals:
-        """Count SIGTERM and SIGINT from now on, and one that whoever started us held back."""
+        """Count SIGTERM and SIGINT from now on, including one that the parent process had blocked."""
         stop_requests = cls()
         for number in STOPPING:
             signal.signal(number, stop_requests._note)

@@ -1,7 +1,8 @@
-"""Before ranks are started on a host: are its devices, memory, disk, network and clock what they must be?
+"""The checks of a host before ranks are started on it: devices, memory, disk, network and clock.
 
-Every check compares one number with one threshold and is a plain function of what was seen; `preflight` looks and asks
-them all. A host with a problem takes no part: one that is slow or full costs every other host more than its absence.
+Every check compares one number with one threshold and is a plain function of measured values; `preflight` measures and
+runs them all. A host with a problem takes no part: one that is slow or full costs every other host more than its
+absence.
 """
 
 from __future__ import annotations
@@ -27,22 +28,29 @@ from phalanx.io.path_probes import is_folder, path_exists
 from phalanx.plan.plan import Plan
 from phalanx.units import MB, format_bytes, plural
 
-MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
-LEAST_LINK_SHARE = 0.1  # of what the plan assumed: a busy machine halves it, a broken one loses far more
-# Of one machine's own loopback, which nothing breaks: other programs alone took it to 7 % at a load of 20 on two cores.
+# With more, the ranks only wait for each other.
+MOST_RANKS_PER_CORE = 64
+# Of the plan's assumption: a busy machine halves it, a broken link loses far more.
+LEAST_LINK_SHARE = 0.1
+# For one machine's own loopback, which cannot break: other programs alone took it to 7 % at a load of 20 on two
+# cores.
 LEAST_LOOPBACK_SHARE = 0.01
 LINK_BYTES = 16 * MB
 # The best of some tries counts: other work on the machine can only make the link look slower. With ten programs on
-# two cores, single tries moved 20 to 870 MB/s, where the same machine at rest moves 3,300.
+# two cores, single tries moved 20 to 870 MB/s, where the idle machine moves 3,300.
 LINK_TRIES = 10
-LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
-GIGABIT_BYTES_PER_S = 125 * MB  # the slowest network that hosts are joined by
-LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
-OLDEST_CLOCK_S = 1_767_225_600.0  # 2026-01-01: a host whose clock is before this has lost it
+# For one try; at a tenth of 2 GB/s it takes 0.08 s.
+LINK_PATIENCE_S = 1.0
+# The slowest network that hosts are joined by.
+GIGABIT_BYTES_PER_S = 125 * MB
+# Below it, links came up at half their number or speed.
+LEAST_NVLINK_SHARE = 0.5
+# 2026-01-01: a host whose clock is before this has lost its time.
+OLDEST_CLOCK_S = 1_767_225_600.0
 
 
 def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -> list[Problem]:
-    """Everything that speaks against starting `slots` ranks here; `quick` leaves out the measurement of the link."""
+    """Return all problems of starting `slots` ranks here; `quick` leaves out the measurement of the link."""
     machine = discover()
     if not is_folder(run):
         return [_missing(run, machine.hostname)]
@@ -59,11 +67,11 @@ def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -
 
 
 def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: int, address: str) -> list[Problem]:
-    """The quick checks, before ranks that already were here form again.
+    """Run the quick checks, before ranks of this host join another membership.
 
-    Memory is asked for `new_ranks` processes, which hold nothing yet, and for the copies of `new_places` slots; what
-    living ranks and their copies take is no longer free, and is not counted twice. A disk that is full or read-only
-    ends no run that lives: its state is in memory, and each save that fails says so.
+    Memory is required for `new_ranks` processes, which hold nothing yet, and for the replicas of `new_places` slots;
+    the memory of living ranks and their replicas is no longer free, and is not counted twice. The disk is not checked:
+    a full or read-only one must not end a living run, whose state is in memory, and each save that fails is reported.
     """
     machine = discover()
     host = machine.hostname
@@ -87,9 +95,9 @@ def _missing(run: Path, host: str) -> Problem:
 
 
 def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = False) -> Iterator[Problem]:
-    """A device for every slot, as large and as well connected as the plan counts on.
+    """Every slot has a device as large and as well connected as the plan assumes.
 
-    `fresh`: no rank of ours is on the GPUs yet, so that what they hold is somebody else's.
+    `fresh`: no rank of this run is on the GPUs yet, so memory in use belongs to other programs.
     """
     if plan.cluster.accelerator.family == "cpu":
         most = MOST_RANKS_PER_CORE * machine.usable_cores
@@ -110,15 +118,16 @@ def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = Fal
             why="; ".join(machine.notes) or "every rank needs its own device",
             fix="check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job",
         )
-    elif count:  # spares hold nothing until they replace somebody
+    elif count:
+        # Spare ranks use no memory until they replace another one.
         share = -(-min(slots, plan.layout.devices) // count)
     for gpu in machine.gpus[:slots]:
         where = f"{machine.hostname}, GPU {gpu.index}"
         need = share * plan.memory.total_bytes
         yield from _check_gpu(plan, gpu, need=need, alone=min(slots, count) == 1, where=where)
-        taken = check_free(gpu, needed_bytes=need, where=where) if fresh and gpu.memory_bytes >= need else None
-        if taken is not None:
-            yield taken
+        problem = check_free(gpu, needed_bytes=need, where=where) if fresh and gpu.memory_bytes >= need else None
+        if problem is not None:
+            yield problem
 
 
 def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) -> Iterator[Problem]:
@@ -143,13 +152,14 @@ def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) ->
 
 
 def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Iterator[Problem]:
-    """Host memory for the ranks where they compute on the CPU, and for the copies of their state everywhere."""
-    active = min(slots, plan.layout.devices)  # spares hold nothing until they replace somebody
+    """Host memory is enough for the ranks where they compute on the CPU, and for in-memory checkpoints everywhere."""
+    # Spare ranks use no memory until they replace another one.
+    active = min(slots, plan.layout.devices)
     yield from check_free_memory(plan, ranks=active, places=active, free_bytes=free_bytes, host=host)
 
 
 def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
-    """Host memory for so many ranks that hold nothing yet, and for the copies of so many slots that had no rank."""
+    """Host memory is enough for so many new ranks, and for the in-memory checkpoints of so many new places."""
     on_cpu = plan.cluster.accelerator.family == "cpu"
     ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
     copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
@@ -165,14 +175,14 @@ def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float,
 
 
 def copies_per_rank(plan: Plan) -> int:
-    """How many times the memory tier holds a rank's state on its host: its own, and as a guest that of another host."""
+    """Return how many times a host's memory holds a rank's state: its own, and as a replica another host's."""
     if not plan.reliability.memory_every:
         return 0
     return BUFFERS * (2 if plan.reliability.hosts > 1 else 1)
 
 
 def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
-    """Memory that can be had without swapping; inside a container, what its limit leaves."""
+    """Return the bytes of memory available without swapping; inside a container, within its limit."""
     match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     free = int(match.group(1)) * 1024 if match else machine.memory_bytes
     for used_file, stat_file in (
@@ -181,25 +191,26 @@ def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
     ):
         used = _text(root / "sys/fs/cgroup" / used_file).strip()
         if used.isdigit():
-            # The kernel gives cached files back before it kills anybody.
+            # The kernel releases cached files before it kills a process.
             cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(root / "sys/fs/cgroup" / stat_file), re.M)
             free = min(free, machine.memory_bytes - int(used) + (int(cached.group(1)) if cached else 0))
     return float(max(0, free))
 
 
 def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
-    """Room for this host's share of the checkpoints that are there at once: `keep` of them, and the one being written.
+    """The disk has room for this host's share of the checkpoints: `keep` of them, and the one being written.
 
-    Those that are there already take none. A run goes on with less (a save deletes old ones first where the disk is
-    full, train/state/retention.py), but it would then keep fewer than the job asks for.
+    Existing checkpoints need no further room. A run continues with less (a save deletes old ones first where the disk
+    is full, train/state/retention.py), but it would then keep fewer than the job asks for.
     """
     path = plan.job.checkpoint.path
-    if "://" in path:  # object storage has no free space to ask for
+    # Object storage has no free space that could be queried.
+    if "://" in path:
         return
     folder = next(folder for folder in (run / path, *(run / path).parents) if path_exists(folder))
-    there = sum(1 for _ in (run / path).glob("step-*/manifest.json"))
-    # With one there, the next must find room, and no more: others are deleted for it.
-    copies = 1 if there else min(plan.job.checkpoint.keep + 1, expected_saves(plan))
+    num_existing = sum(1 for _ in (run / path).glob("step-*/manifest.json"))
+    # Where one exists, only the next needs room: others are deleted for it.
+    copies = 1 if num_existing else min(plan.job.checkpoint.keep + 1, expected_saves(plan))
     needed = copies * plan.reliability.checkpoint_bytes / plan.reliability.hosts
     try:
         state = os.statvfs(folder)
@@ -215,7 +226,7 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
             fix="mount it for writing, or set checkpoint.path",
         )
     elif free < needed:
-        noun = "another checkpoint" if there else "a checkpoint"
+        noun = "another checkpoint" if num_existing else "a checkpoint"
         yield Problem(
             where=host,
             what=f"{format_bytes(free)} is free in {folder}; "
@@ -229,9 +240,9 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
 
 
 def expected_saves(plan: Plan) -> int:
-    """Checkpoints that the run writes without failures: one per interval, and the last; at most one per step.
+    """Return the number of checkpoints of a run without failures: one per interval, and the last; at most one per step.
 
-    Of the predicted step times the longest counts, as a slower run saves more often.
+    Computed with the longest predicted step time, as a slower run saves more often.
     """
     prediction = plan.prediction
     longest_s = plan.duration.training_s * max(1.0, prediction.step_s_high / prediction.step_s)
@@ -239,7 +250,7 @@ def expected_saves(plan: Plan) -> int:
 
 
 def check_port(address: str, *, host: str) -> Iterator[Problem]:
-    """A port can be bound where the others will look for this host."""
+    """A port can be bound on the address where other hosts look for this one."""
     try:
         _listen(address).close()
     except OSError as error:
@@ -252,7 +263,7 @@ def check_port(address: str, *, host: str) -> Iterator[Problem]:
 
 
 def check_clock(run: Path, now_s: float, *, host: str) -> Iterator[Problem]:
-    """A clock that goes, and that is not behind what was already written in the run folder."""
+    """The clock advances, and is not behind the last write to the run folder."""
     before = time.monotonic()
     if time.monotonic() < before or now_s < OLDEST_CLOCK_S:
         yield Problem(
@@ -267,7 +278,7 @@ def check_clock(run: Path, now_s: float, *, host: str) -> Iterator[Problem]:
 
 
 def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:
-    """The host's own network stack carries at least a tenth of what the plan assumed; a hundredth on loopback."""
+    """The host's own network stack carries at least a tenth of the plan's assumption; a hundredth on loopback."""
     share = LEAST_LOOPBACK_SHARE if (address or LOOPBACK) == LOOPBACK else LEAST_LINK_SHARE
     least = share * expected_link(plan)
     rate = measure_link(address, enough=least)
@@ -282,7 +293,7 @@ def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:
 
 
 def check_between(plan: Plan, rate: float, *, host: str) -> Iterator[Problem]:
-    """What passes between this host and the coordinator's is at least a tenth of what can be counted on."""
+    """The bandwidth between this host and the coordinator's is at least a tenth of the expected one."""
     expected = expected_between(plan)
     if rate < LEAST_LINK_SHARE * expected:
         yield Problem(
@@ -295,11 +306,12 @@ def check_between(plan: Plan, rate: float, *, host: str) -> Iterator[Problem]:
 
 
 def expected_between(plan: Plan) -> float:
-    """Bytes per second that one TCP connection between two hosts should move.
+    """Return the bytes per second that one TCP connection between two hosts should move.
 
-    CPU ranks talk over TCP: there it is the plan's network, up to what one connection carries at all. The plan's figure
-    for GPUs is of RDMA, which this connection does not use: what passes here is control and copies of state, often over
-    a plain network beside it. They, and a plan that knows one machine only, are held against Gigabit Ethernet.
+    CPU ranks communicate over TCP: there it is the plan's network, up to what one connection can carry. The plan's
+    figure for GPUs is of RDMA, which this connection does not use: it carries control messages and in-memory
+    checkpoints, often over a separate plain network. Those, and a plan for one machine only, are compared with Gigabit
+    Ethernet.
     """
     cluster = plan.cluster
     if cluster.accelerator.family != "cpu" or cluster.domains < 2:
@@ -308,18 +320,18 @@ def expected_between(plan: Plan) -> float:
 
 
 def expected_link(plan: Plan) -> float:
-    """Bytes per second that a host's network stack should move to itself.
+    """Return the bytes per second that a host's network stack should move to itself.
 
-    Only CPU ranks talk to each other this way. Under GPUs it carries control, stores and copies of their state, and is
-    held against an ordinary machine's loopback instead of NVLink.
+    Only CPU ranks communicate this way. Under GPUs it carries control messages, stores and in-memory checkpoints, and
+    is compared with an ordinary machine's loopback instead of NVLink.
     """
     return plan.cluster.link_bytes_per_s if plan.cluster.accelerator.family == "cpu" else LOOPBACK_BYTES_PER_S
 
 
 def measure_link(address: str, *, enough: float) -> float:
-    """Bytes per second from this host to itself through `address`, the best of some tries until it is enough.
+    """Measure bytes per second from this host to itself through `address`: the best of some tries, until it is enough.
 
-    0 when nothing moves. Starts no thread: the agent forks.
+    Returns 0 when nothing moves. Starts no thread, because the agent forks.
     """
     best = 0.0
     for _ in range(LINK_TRIES):
@@ -331,7 +343,8 @@ def measure_link(address: str, *, enough: float) -> float:
 
 
 def _measure_once(address: str) -> float:
-    with closing(_listen(address)) as listener:  # a new one each time: a stranger at the door spoils one try
+    # A new listener each time: an unrelated connection spoils only one try.
+    with closing(_listen(address)) as listener:
         listener.settimeout(LINK_PATIENCE_S)
         with closing(socket.create_connection(listener.getsockname()[:2], timeout=LINK_PATIENCE_S)) as source:
             target, _ = listener.accept()
@@ -340,7 +353,7 @@ def _measure_once(address: str) -> float:
 
 
 def _move(source: socket.socket, target: socket.socket) -> float:
-    """Bytes per second between two sockets, a piece in, a piece out."""
+    """Measure bytes per second between two sockets, alternating between sending and receiving a piece."""
     source.setblocking(False)
     target.settimeout(LINK_PATIENCE_S)
     data, buffer = memoryview(bytes(LINK_BYTES)), bytearray(1 << 20)

@@ -1,7 +1,7 @@
-"""A rank's line to its agent: forms and orders in, answers out, and the heartbeat, in one thread.
+"""A rank's connection to its agent: memberships and orders in, answers out, and the heartbeat, in one thread.
 
-When the membership that the rank is in is over, this thread gets the training out of it, wherever it waits: it aborts
-the communicators (`abort`, which the training provides) and cuts the sockets.
+When the rank's membership is over, this thread gets the training out of it, wherever it waits: it aborts the
+communicators (`abort`, which the training provides) and shuts the sockets.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from typing import Any
 from phalanx.elastic.heartbeat_board import NO_STEP, HeartbeatBoard, Phase
 
 BEAT_S = 0.1
-LEAVING_S = 0.01  # between looks at a membership that is over, until the training is out of it
-ABORT_S = 1.0  # for communicators to be aborted before their sockets are cut too
+# Between checks while a membership is over, until the training has left it.
+LEAVING_S = 0.01
+# For communicators to be aborted before their sockets are shut too.
+ABORT_S = 1.0
 Message = dict[str, Any]
 
 
 class Interrupted(Exception):
-    """The membership this rank was in is over: a newer one is being made."""
+    """Raised when this rank's membership is over, because a newer one is forming."""
 
 
 class RankLink:
-    """Made in a rank's process. Messages are JSON lines over a socket pair that nobody else can reach."""
+    """The connection, made in a rank's process.
+
+    Messages are JSON lines over a socket pair private to rank and agent.
+    """
 
     def __init__(self, line: socket.socket, board: HeartbeatBoard, slot: int) -> None:
         self._line, self.board, self.slot = line, board, slot
@@ -41,18 +46,23 @@ class RankLink:
         self._newest = 0  # generation of the newest membership that has arrived
         self._kept: frozenset[str] = frozenset()
         self._ended = False
-        self.step = NO_STEP  # the last one this rank told of
-        self.may_beat: Callable[[], bool] = lambda: True  # drills silence a rank that lives
-        self.record: Callable[[], None] = lambda: None  # write down which collectives this rank is in
-        # Begins to abort the membership's communicators, and says whether all of them are; called again until the
-        # training has left. Must not block: the line is read by the same thread.
+        self.step = NO_STEP  # the last step this rank reported
+        # Drills suppress the heartbeats of a living rank.
+        self.may_beat: Callable[[], bool] = lambda: True
+        # Writes the collectives that this rank is in.
+        self.record: Callable[[], None] = lambda: None
+        # Begins to abort the membership's communicators, and returns whether all of them are aborted; called again
+        # until the training has left. Must not block: the same thread reads the messages.
         self.abort: Callable[[], bool] = lambda: True
-        self._over_s: float | None = None  # when the membership this rank is in was found to be over
-        # Which model replicas are present, told anew whenever that changes within a generation (train/regroup.py).
+        # When this rank's membership was found to be over.
+        self._over_s: float | None = None
+        # Which model replicas are present, sent whenever that changes within a generation (train/regroup.py).
         self._rounds: queue.Queue[Message | None] = queue.Queue()
         self._round, self._newest_round, self._last_urgent = 0, 0, 0
-        self._round_kept: frozenset[str] | None = None  # sockets that belong to no round; None outside of rounds
-        self.store_port = 0  # of the store in this process: other replicas may be in the next round before we are
+        # Sockets that belong to no round; None outside of rounds.
+        self._round_kept: frozenset[str] | None = None
+        # Of the store in this process: other replicas may enter the next round before this rank.
+        self.store_port = 0
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -66,7 +76,10 @@ class RankLink:
                 return form
 
     def enter(self, generation: int) -> None:
-        """Sockets opened from now on belong to this generation, and are cut when it ends; raises if it has already."""
+        """Enter a generation: sockets opened from now on are shut when it ends.
+
+        Raises Interrupted if it already has.
+        """
         self._kept = frozenset(open_sockets())
         with self._lock:
             self._generation, self._over_s = generation, None
@@ -75,14 +88,14 @@ class RankLink:
                 raise Interrupted
 
     def leave(self) -> None:
-        """Cut what the generation opened; peers that still wait for this rank wake up."""
+        """Leave the generation: shut its sockets, so that peers that still wait for this rank wake up."""
         with self._lock:
             self._generation = 0
             self._round_kept = None
             shut_sockets(self._kept)
 
     def go(self, generation: int) -> Message:
-        """Wait for the word to go for `generation`; raises Interrupted when a newer membership comes instead."""
+        """Wait for the "go" message of `generation`; raises Interrupted when a newer membership comes instead."""
         while True:
             message = self._goes.get()
             if self._newest > generation or self._ended:
@@ -91,14 +104,14 @@ class RankLink:
                 return message
 
     def is_over(self, generation: int) -> bool:
-        """Whether a newer membership was announced."""
+        """True when a newer membership was announced."""
         return self._newest > generation
 
     def next_round(self, generation: int, after: int, timeout_s: float) -> Message:
-        """Wait to be told which replicas are present in a round after `after`, and enter it.
+        """Wait for the replicas that are present in a round after `after`, and enter that round.
 
-        Sockets opened from now on belong to the round, and are cut when a replica is lost in it. Raises Interrupted
-        when the membership is over, and ConnectionError when nobody tells of a round in time.
+        Sockets opened from now on belong to the round, and are shut when a replica is lost in it. Raises Interrupted
+        when the membership is over, and ConnectionError when no round is announced in time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -113,27 +126,28 @@ class RankLink:
                 raise ConnectionError(text) from None
             if message is None or int(message["epoch"]) != generation or int(message["round"]) <= after:
                 continue
-            if int(message["round"]) < self._last_urgent:  # it lost a replica before it began
+            # It lost a replica before it began.
+            if int(message["round"]) < self._last_urgent:
                 continue
             self.enter_round(int(message["round"]))
             return message
 
     def enter_round(self, number: int) -> None:
-        """Sockets opened from now on belong to this round."""
+        """Enter a round: sockets opened from now on belong to it."""
         with self._lock:
             self._round, self._round_kept = number, frozenset(open_sockets())
 
     def is_round_due(self) -> bool:
-        """Whether another round than the present one was told of."""
+        """True when another round than the present one was announced."""
         return self._round_kept is not None and self._newest_round > self._round
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Tell the agent; without an agent there is nobody to tell, and the kernel ends this process."""
+        """Send a message to the agent; errors are ignored, because without its agent the kernel ends this process."""
         with suppress(OSError), self._lock:
             self._line.sendall(json.dumps({"kind": kind, "slot": self.slot, **fields}).encode() + b"\n")
 
     def progress(self, step: int, phase: Phase) -> None:
-        """The training got somewhere."""
+        """Note the step and phase of the training."""
         self.step = step
         self.board.progress(self.slot, generation=self._generation, step=step, phase=phase)
 
@@ -163,9 +177,11 @@ class RankLink:
         if message["kind"] == "form":
             self._newest = max(self._newest, int(message["epoch"]))
             if 0 < self._generation < self._newest:
-                self.record()  # before what it waits in is cut
+                # Before the collectives it waits in are aborted.
+                self.record()
             self._cut_old()
-            self._goes.put(None)  # whoever waits to go, goes no longer
+            # A rank that waits to go in the old generation stops waiting.
+            self._goes.put(None)
             self._rounds.put(None)
             self._forms.put(message)
         elif message["kind"] == "go":
@@ -182,18 +198,19 @@ class RankLink:
             self._end()
 
     def _cut_old(self) -> None:
-        """Out of a membership that is over; again and again, because the training may be opening more sockets.
+        """Get the training out of a membership that is over; repeated, because it may be opening more sockets.
 
-        Communicators first: an abort in NCCL says goodbye to its own threads and to other ranks over sockets, and a
-        socket that is cut under it is an error to torch's watchdog. One that is only being made cannot be aborted: it
-        ends when its sockets are cut. Under the lock, so that nothing of the next membership is hit.
+        Communicators first: an abort in NCCL notifies its own threads and other ranks over sockets, and a socket that
+        is shut under it is an error to torch's watchdog. A communicator that is only being made cannot be aborted: it
+        ends when its sockets are shut. Under the lock, so that nothing of the next membership is hit.
         """
         with self._lock:
             if not 0 < self._generation < self._newest:
                 return
             self._over_s = time.monotonic() if self._over_s is None else self._over_s
             is_aborted = True
-            with suppress(Exception):  # whatever it is: the sockets are still to be cut, and the line to be read
+            # After any error: the sockets must still be shut, and the messages read.
+            with suppress(Exception):
                 is_aborted = self.abort()
             if is_aborted or time.monotonic() - self._over_s > ABORT_S:
                 shut_sockets(self._kept)
@@ -202,7 +219,7 @@ class RankLink:
         return self._round_kept is not None and self._round < self._last_urgent
 
     def _cut_round(self) -> None:
-        """Out of what waits for a replica that was lost: the groups of our own replica were made before, and stay."""
+        """Wake what waits for a lost replica; the groups of this rank's own replica were made before, and stay open."""
         with self._lock:
             if self._is_cutting() and self._round_kept is not None:
                 shut_sockets(self._round_kept, spared_port=self.store_port)
@@ -214,35 +231,35 @@ class RankLink:
         self._goes.put(None)
 
 
-# Leave a process group whose members are gone: shut its sockets.
-#
-# gloo ignores abort() while an operation is in flight, and a rank that is not a neighbour of the dead one waits for the
-# whole timeout. Shutting the connected sockets wakes everybody within milliseconds (shared/feasibility/09). Listening
-# sockets are left alone: shutting gloo's listener ends the process.
+# Leave a process group whose members are gone: shut its sockets. gloo ignores abort() while an operation is in
+# flight, and a rank that is not a neighbour of the dead one waits for the whole timeout. Shutting the connected
+# sockets wakes all ranks within milliseconds (shared/feasibility/09). Listening sockets are left alone: shutting
+# gloo's listener ends the process.
 
 
 def open_sockets() -> dict[str, int]:
-    """The sockets of this process, each by a name that no other has while this one lives, with its descriptor."""
-    found = {}
+    """Return the sockets of this process with their descriptors, by a name that is unique while the socket lives."""
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of the listing itself is gone by now
+        # The descriptor of the listing itself is closed by now.
+        with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:"):
-                found[target] = int(name)
-    return found
+                sockets[target] = int(name)
+    return sockets
 
 
 def shut_sockets(kept: Collection[str], *, spared_port: int = 0) -> int:
-    """Shut every connected network socket but those kept, and those accepted at one port; returns how many."""
+    """Shut every connected network socket except `kept` and those accepted at one port; returns how many were shut."""
     count = 0
     for name, descriptor in open_sockets().items():
         if name in kept:
             continue
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                one.getpeername()
-                if spared_port and one.getsockname()[1] == spared_port:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                sock.getpeername()
+                if spared_port and sock.getsockname()[1] == spared_port:
                     continue
-                one.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count

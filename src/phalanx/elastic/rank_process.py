@@ -1,4 +1,4 @@
-"""A rank as a process: forked, tied to the life of its supervisor, printing into its own log."""
+"""A rank as a process: forked, tied to the life of its agent, printing into its own log."""
 
 from __future__ import annotations
 
@@ -27,27 +27,32 @@ from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
-# In the environment of agents that a launch system started: its SIGTERM may come to every process of a host at once,
-# and once more passed on. That is one request to save and end, which ranks and coordinator leave to their agent.
+# Asks a rank to write its stack.
+STACK_SIGNAL = signal.SIGUSR2
+# Set in the environment of agents that a launch system started: its SIGTERM may come to every process of a host at
+# once, and be passed on once more. That is one request to save and end, which ranks and coordinator leave to their
+# agent.
 SYSTEM_STOPS = "PHALANX_SYSTEM_STOPS"
 FAILED = 3
-MOST_LINE = 2**16  # characters that wait for the end of their line
+# Characters that wait for the end of their line.
+MOST_LINE = 2**16
 
 
-Work = Callable[[RankLink], None]  # what a rank does; returns when the run is over, raises when it failed
+# The work of a rank; returns when the run is over, raises when it failed.
+Work = Callable[[RankLink], None]
 
 
 def die_with(parent: int) -> None:
-    """Be killed by the kernel when process `parent` ends, however it ends; nothing outlives its supervisor."""
+    """Let the kernel kill this process when process `parent` ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    # The parent ended before prctl was called.
+    if os.getppid() != parent:
         os._exit(FAILED)
 
 
 def ignore_system_stop() -> None:
-    """In ranks and coordinators that a launch system may stop: SIGTERM is their agent's to act on."""
+    """Ignore SIGTERM in ranks and coordinators that a launch system may stop: their agent acts on it."""
     if os.environ.get(SYSTEM_STOPS):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -55,33 +60,36 @@ def ignore_system_stop() -> None:
 def fork_rank(
     work: Work, *, run: Run, slot: int, board: HeartbeatBoard, forget: Callable[[], None]
 ) -> tuple[int, socket.socket]:
-    """Start the process of a slot; its id, and our end of the line to it.
+    """Fork the process of a slot; returns its process id, and the agent's end of the connection to it.
 
-    The caller has imported what the ranks share, and runs no threads. `forget` closes what is only the caller's.
+    The caller has imported what the ranks share, and runs no threads. `forget` closes, in the child, what belongs to
+    the caller alone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    ours, theirs = socket.socketpair()
+    agent_end, rank_end = socket.socketpair()
     board.reset(slot)
     child = os.fork()
     if child:
-        theirs.close()
-        return child, ours
+        rank_end.close()
+        return child, agent_end
     code = FAILED
     try:
-        ours.close()
+        agent_end.close()
         forget()
         _become_rank(parent)
-        code = _run(work, run, RankLink(theirs, board, slot))
+        code = _run(work, run, RankLink(rank_end, board, slot))
     finally:
-        os._exit(code)  # the supervisor's own clean-up is not the rank's business
+        # The agent's clean-up must not run in the rank.
+        os._exit(code)
 
 
 def _become_rank(parent: int) -> None:
     os.setpgid(0, 0)
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a request to stop, through the board
+    # Ctrl-C reaches ranks as a request to stop, through the board.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ignore_system_stop()
     faulthandler.enable()
@@ -89,11 +97,11 @@ def _become_rank(parent: int) -> None:
 
 
 def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int, host_log: Path | None = None) -> None:
-    """This process is `rank` now: its log, its stacks, and what torch reads from the environment.
+    """Make this process `rank`: set its log, its stacks, and the variables that torch reads.
 
-    In a `host_log`, which it shares with the other ranks of its host, every line of its own begins with the rank; what
-    libraries print by themselves comes as it is. Its stacks then go to memory, where its agent reads them: a file for
-    each of 131,072 ranks is too many, and a stack is written in pieces, which would mix in a file for all.
+    In a `host_log`, which it shares with the other ranks of its host, every line begins with the rank; output of
+    libraries appears unchanged. Its stacks then go to memory, where its agent reads them: a file for each of 131,072
+    ranks is too many, and a stack is written in pieces, which would mix in a file for all.
     """
     _redirect(host_log or run.rank_log(rank))
     if host_log is not None:
@@ -106,37 +114,38 @@ def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int, h
 
 
 class RankLines(io.TextIOBase):
-    """Text for a log that several ranks append to: a write for each line, which begins with the rank."""
+    """A text stream to a log that several ranks append to: one write per line, which begins with the rank."""
 
     def __init__(self, file: int, rank: int) -> None:
         self._file, self._before = file, f"[rank {rank}] "
         self._lock, self._partial = threading.RLock(), ""
 
     def write(self, text: str, /) -> int:
-        """Lines that are complete are in the log now."""
+        """Write the lines that are complete; the rest waits."""
         with self._lock:
             *lines, self._partial = (self._partial + text).split("\n")
             if len(self._partial) > MOST_LINE:
                 lines, self._partial = [*lines, self._partial], ""
             for line in lines:
-                with contextlib.suppress(OSError):  # a full disk does not end a rank
+                # A full disk does not end a rank.
+                with contextlib.suppress(OSError):
                     os.write(self._file, f"{self._before}{line}\n".encode(errors="replace"))
         return len(text)
 
     def flush(self) -> None:
-        """A line that is not complete stays until it is, or until the rank ends."""
+        """Do nothing: an incomplete line waits until it is complete, or until the rank ends."""
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """Write the last, incomplete line."""
         if self._partial:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Of the log."""
+        """Return the descriptor of the log."""
         return self._file
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
@@ -168,26 +177,28 @@ def _run(work: Work, run: Run, link: RankLink) -> int:
     return 0
 
 
-# Where ranks are that do not answer: each writes down its Python stack when asked, and one of them is not waiting.
+# Locating ranks that do not answer: each writes its Python stack on request, and one of them is not waiting.
 
 
-ANSWER_S = 0.5  # a rank that runs writes its stack within milliseconds; the machine may be busy
+# A rank that runs writes its stack within milliseconds; the machine may be busy.
+ANSWER_S = 0.5
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _WAITS = ("distributed_c10d.py", "_functional_collectives", "distributed/pipelining", "fsdp/_fully_shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whereabouts:
-    """Where a rank is."""
+    """A rank's place in the code."""
 
     place: str
-    waits: bool  # for other ranks, so that it is hardly the one to blame
+    # True when it waits for other ranks, so that it is hardly the one to blame.
+    waits: bool
 
 
 def find_ranks(run: Run, alive: Mapping[int, int], *, host: str) -> dict[int, Whereabouts]:
-    """Ask living ranks (rank -> process) of a host where they are; takes half a second.
+    """Ask living ranks (rank -> process) of a host for their stacks; takes half a second.
 
-    What those that keep their stacks in memory answer is in the host's own file afterwards.
+    Stacks that ranks keep in memory are appended to the host's own file.
     """
     files = {rank: _stack_file(run, rank, pid) for rank, pid in alive.items()}
     sizes = {rank: _size(path) for rank, path in files.items()}
@@ -195,21 +206,21 @@ def find_ranks(run: Run, alive: Mapping[int, int], *, host: str) -> dict[int, Wh
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
     time.sleep(ANSWER_S)
-    found, together = {}, ""
+    places, memory_stacks = {}, ""
     for rank, pid in alive.items():
         stack = _tail(files[rank], sizes[rank])
-        waits = any(word in stack for word in _WAITS)
-        found[rank] = Whereabouts(place=_place(stack, pid), waits=waits)
+        is_waiting = any(word in stack for word in _WAITS)
+        places[rank] = Whereabouts(place=_place(stack, pid), waits=is_waiting)
         if stack and files[rank] != run.rank_stack(rank):
-            together += f"rank {rank}, process {pid}, at {time.time():.0f}:\n{stack}\n"
-    if together:
+            memory_stacks += f"rank {rank}, process {pid}, at {time.time():.0f}:\n{stack}\n"
+    if memory_stacks:
         with contextlib.suppress(OSError), open(run.host_stack(host), "a", encoding="utf-8") as file:
-            file.write(together)
-    return found
+            file.write(memory_stacks)
+    return places
 
 
 def read_stack(run: Run, rank: int, pid: int) -> str:
-    """What a living rank has written of its stacks so far; empty where it was not asked."""
+    """Return the stacks that a living rank has written so far; "" where it was not asked."""
     return _tail(_stack_file(run, rank, pid), 0)
 
 
@@ -218,12 +229,14 @@ def _memory_name(rank: int) -> str:
 
 
 def _stack_file(run: Run, rank: int, pid: int) -> Path:
-    """Where a living rank writes its stacks."""
+    """Return the file in which a living rank writes its stacks."""
     files = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(files):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(f"{files}/{name}").startswith(f"/memfd:{_memory_name(rank)} "):  # it ends in (deleted)
+            # The descriptor was closed meanwhile.
+            with contextlib.suppress(OSError):
+                # The link's target ends in "(deleted)".
+                if os.readlink(f"{files}/{name}").startswith(f"/memfd:{_memory_name(rank)} "):
                     return Path(files, name)
     return run.rank_stack(rank)
 
@@ -237,7 +250,7 @@ def _place(stack: str, pid: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state, as in /proc; empty when it is gone."""
+    """Return the letter of a process's state, as in /proc; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
     except OSError:

@@ -1,4 +1,4 @@
-"""Sets of ranks as ranges: of 131,072 ranks, all of them are one pair of numbers in a message."""
+"""Sets of ranks as ranges: the set of all 131,072 ranks is one pair of numbers in a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RankRanges(Collection[int]):
-    """A set of ranks, kept as sorted ranges that neither touch nor overlap.
+    """A set of ranks, stored as sorted ranges that neither touch nor overlap.
 
     >>> some = RankRanges.of([3, 1, 2, 7])
     >>> some.to_json(), 2 in some, 4 in some, len(some)
@@ -20,7 +20,8 @@ class RankRanges(Collection[int]):
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
         self._lasts: list[int] = []
-        for first, last in sorted(set(ranges)):  # hosts tell of each other's copies: most are there twice
+        # Hosts report each other's replicas, so most ranges are there twice.
+        for first, last in sorted(set(ranges)):
             if self._lasts and first <= self._lasts[-1] + 1:
                 self._lasts[-1] = max(self._lasts[-1], last)
             elif first <= last:
@@ -29,21 +30,21 @@ class RankRanges(Collection[int]):
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> RankRanges:
-        """The set of these ranks."""
+        """Return the set of these ranks."""
         return cls((rank, rank) for rank in ranks)
 
     @classmethod
     def from_json(cls, ranges: Iterable[Iterable[Any]]) -> RankRanges:
-        """The reverse of `to_json`, or the union of several; raises ValueError or TypeError on anything else."""
-        # Hosts tell of each other's copies: most are there twice, and are looked at once.
+        """Read what `to_json` returned, or the union of several; raises ValueError or TypeError on anything else."""
+        # Hosts report each other's replicas, so most ranges are there twice, and are converted once.
         return cls((int(first), int(last)) for first, last in set(map(tuple, ranges)))
 
     def to_json(self) -> list[list[int]]:
-        """First and last rank of every range."""
+        """Return the first and last rank of every range."""
         return [[first, last] for first, last in zip(self._firsts, self._lasts, strict=True)]
 
     def covers(self, world: int) -> bool:
-        """Whether every rank of so many is in it."""
+        """True when the set contains every rank of a world of this size."""
         return not world or (self._firsts[:1] == [0] and self._lasts[0] >= world - 1)
 
     def __contains__(self, rank: object) -> bool:

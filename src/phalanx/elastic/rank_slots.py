@@ -1,8 +1,8 @@
-"""The processes in an agent's slots: forked, listened to, watched from outside, and ended.
+"""The processes in an agent's slots: fork them, read their messages, watch them from outside, and end them.
 
-Whether a process runs is seen from outside (/proc), so that no lock of its own can hide it: one that is stopped for
-`dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is told to
-the coordinator, which has more patience with it.
+Whether a process runs is checked from outside (/proc), so that no lock of its own can hide it: one that is stopped for
+`dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is reported
+to the coordinator, which has more patience with it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,30 @@ from phalanx.elastic.rank_process import Work, fork_rank, read_stack, state_of
 from phalanx.record.run import Run
 
 TICK_S = 0.01
-HAND_S = 0.5  # for a rank to take an order
-REFORK_S, MOST_REFORK_S = 0.0, 5.0  # pause before a slot gets another process, doubled while they die young
-YOUNG_S = 2.0
-ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
-TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
-LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
-# A process that makes communicators when its membership ends cannot be woken, and has computed nothing yet that another
-# would have to do again: it is replaced after so long, not after dead_after_s. gloo's sockets can be cut, which wakes
-# it within milliseconds unless the machine is busy; NCCL waits on in spite of that, and waiting for it is lost time.
+HAND_S = 0.5  # for a rank to read an order
+# Pause before a slot gets another process, doubled while they die young.
+REFORK_S, MOST_REFORK_S = 0.0, 5.0
+YOUNG_S = 2.0  # a process that ends earlier died young
+# A rank answers ten times a second; after so long without an answer its state is read from /proc.
+ANSWER_S = 0.5
+# Longest time between two checks that counts as a rank's silence: the agent may have been stopped too.
+TURN_S_MOST = 0.5
+# A running process that has not answered for so long holds its interpreter lock; less for a short dead_after_s.
+LOCKED_S = 1.0
+# A process that makes communicators when its membership ends cannot be woken, and has computed nothing yet that
+# another would have to repeat: it is replaced after so long, not after dead_after_s. gloo's sockets can be shut,
+# which wakes it within milliseconds unless the machine is busy; NCCL waits on in spite of that, and waiting for it
+# is lost time.
 BUILDING_LEAVES_S = 2.5
 BUILDING_LEAVES_NCCL_S = 0.3
-STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
+# Stopped, stopped by a debugger, and unknown.
+STOPPED_STATES = ("T", "t", "")
 Message = dict[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
-    """A place and the process in it."""
+    """A slot and the process in it."""
 
     number: int
     pid: int = 0
@@ -51,27 +57,34 @@ class Slot:
     generation: int = 0
     rank: int = -1
     ready: tuple[int, int] | None = None  # ports of the store and of the replica server
-    asked_s: float = 0.0  # when it was asked to form
+    asked_s: float = 0.0  # when it was asked to join a membership
     forked_s: float = 0.0
     pause_s: float = REFORK_S
     fork_at_s: float = 0.0
-    killed: Failure | None = None  # why we ended it
+    killed: Failure | None = None  # why the agent killed it
     seen_s: float = 0.0  # when it was last known to run
-    silent_s: float = 0.0  # that it did not, as far as we ran ourselves
-    locked_s: float = 0.0  # when it was last seen to hold its interpreter lock
-    member_of: int = 0  # generation of the membership that its process is in, until it says that it has left
-    left: Message | None = None  # how it left the present membership
+    # Seconds for which it did not run, counted only while the agent itself ran.
+    silent_s: float = 0.0
+    # When it was last seen to hold its interpreter lock.
+    locked_s: float = 0.0
+    # Generation of the membership that its process is in, until it reports that it has left.
+    member_of: int = 0
+    left: Message | None = None  # the message with which it left the present membership
     seated: bool = False  # this process was a member before
-    used: bool = False  # some process here was: the copies of its state have their memory
+    # Some process here was a member: the replicas of its state have their memory.
+    used: bool = False
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its process is still in a membership that is over."""
+        """True when its process is still in a membership that is over."""
         return 0 < self.member_of < self.generation
 
 
 class RankSlots:
-    """The slots of a host. `say` tells the coordinator, `forget` closes in a child what is only the agent's."""
+    """The slots of a host.
+
+    `say` sends to the coordinator, `forget` closes in a child what belongs to the agent alone.
+    """
 
     def __init__(
         self,
@@ -91,23 +104,28 @@ class RankSlots:
         self.building_leaves_s = BUILDING_LEAVES_S
         self._selector, self._say, self._forget_agent = selector, say, forget
         self._dead_after_s, self._joins_within_s = dead_after_s, joins_within_s
-        # What ranks were in when they left the membership before, by slot: told with the word that this host is ready.
+        # Collectives in which ranks were when they left the membership before, with their slots: sent with the
+        # report that this host is ready.
         self.collectives: dict[str, list[int]] = {}
-        self._leaving: list[Message] = []  # how ranks came out of the present membership, not yet told
+        # Messages of ranks that left the present membership, not yet sent.
+        self._leaving: list[Message] = []
         self._watched_s = time.monotonic()
         self._oom_kills = failing.oom_kills()
 
     def hand_to_all(self, message: Message) -> None:
+        """Send a message to the process of every slot."""
         for slot in self.slots:
             self.hand(slot, message)
 
     def hand(self, slot: Slot, message: Message) -> None:
+        """Send a message to the process of a slot, if it has one."""
         if slot.line is not None:
-            with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
+            # A stopped process does not read; it will be killed for its silence.
+            with contextlib.suppress(OSError):
                 slot.line.sendall(json.dumps(message).encode() + b"\n")
 
     def progress_at(self, now_s: float) -> dict[int, Progress | None]:
-        """Step, phase and age of every rank here, by slot; None where one has not told."""
+        """Return step, phase and age of every rank here, by slot; None where one has not reported."""
         progress: dict[int, Progress | None] = {}
         for slot in self.slots:
             if slot.rank < 0:
@@ -116,19 +134,20 @@ class RankSlots:
             if slot.pid and beat.generation == slot.generation:
                 is_locked = now_s - beat.answered_s > self.locked_s
                 slot.locked_s = now_s if is_locked else slot.locked_s
-                # Once the lock is free again, the rank has as long as any other for what it is at.
+                # Once the lock is free again, the rank has as much time as any other for its present work.
                 since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
                 phase = Phase.LOCKED if is_locked else beat.phase
                 progress[slot.number] = beat.step, int(phase), round(now_s - since_s, 3)
         return progress
 
     def fill(self) -> None:
-        """Every slot has a process; one that died young waits a little longer for the next."""
+        """Fork a process in every empty slot; after one that died young only once a pause is over."""
         now = time.monotonic()
         empty = [slot for slot in self.slots if slot.pid == 0 and now >= slot.fork_at_s]
         for slot in empty:
             self._fork(slot)
-        if empty:  # in one message: nobody forms with half of them
+        # In one message, so that no membership forms with half of them.
+        if empty:
             self._say("up", slots={slot.number: slot.pid for slot in empty})
 
     def _fork(self, slot: Slot) -> None:
@@ -141,7 +160,7 @@ class RankSlots:
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
 
     def forget(self) -> None:
-        """In the child: what is the agent's alone."""
+        """Close, in the child, what belongs to the agent alone."""
         self._forget_agent()
         for slot in self.slots:
             if slot.line is not None:
@@ -149,12 +168,14 @@ class RankSlots:
         self._selector.close()
 
     def listen(self, slot: Slot) -> None:
+        """Read the messages of a slot's process."""
         assert slot.line is not None
         try:
             data = slot.line.recv(1 << 16)
         except OSError:
             data = b""
-        if not data:  # it is ending: the kernel will tell how
+        # The process is ending: its exit status follows.
+        if not data:
             self._selector.unregister(slot.line)
             slot.line.close()
             slot.line = None
@@ -188,7 +209,7 @@ class RankSlots:
                 self.collectives.setdefault(str(message["last_collective"]), []).append(slot.number)
 
     def tell_left(self) -> None:
-        """Tell who came out of the present membership since the last turn: ranks of a host mostly leave together."""
+        """Report ranks that left the present membership since the last turn: ranks of a host mostly leave together."""
         messages, self._leaving = self._leaving, []
         if len(messages) == 1:
             self._say(**messages[0])
@@ -196,6 +217,7 @@ class RankSlots:
             self._say("left", ranks=messages)
 
     def reap(self) -> None:
+        """Note the processes that have ended, and report them to the coordinator."""
         for slot in self.slots:
             if not slot.pid:
                 continue
@@ -209,8 +231,8 @@ class RankSlots:
             slot.line.close()
             slot.line = None
         now = time.monotonic()
-        young = now - slot.forked_s < YOUNG_S
-        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if young else REFORK_S
+        is_young = now - slot.forked_s < YOUNG_S
+        slot.pause_s = min(max(2 * slot.pause_s, 0.25), MOST_REFORK_S) if is_young else REFORK_S
         slot.fork_at_s = now + slot.pause_s
         kills, self._oom_kills = self._oom_kills, failing.oom_kills()
         pid, slot.pid = slot.pid, 0
@@ -230,11 +252,11 @@ class RankSlots:
             return slot.killed
         if code < 0:
             return failing.by_signal(slot.rank, step, -code)
-        found = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
-        return found or failing.unexplained(slot.rank, step, code)
+        failure = failing.read_error(self.run, slot.rank) if slot.rank >= 0 else None
+        return failure or failing.unexplained(slot.rank, step, code)
 
     def watch(self) -> None:
-        """End processes that do not run, do not leave a membership that is over, or do not come to the next."""
+        """Kill processes that do not run, do not leave a membership that is over, or do not join the next one."""
         now = time.monotonic()
         turn_s, self._watched_s = min(now - self._watched_s, TURN_S_MOST), now
         for slot in self.slots:
@@ -246,7 +268,8 @@ class RankSlots:
                 slot.seen_s, slot.silent_s = seen_s, 0.0
             else:
                 slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
-            # Also one that has no rank in what follows: it would stay, and hold the memory of its device.
+            # This includes a process without a rank in the next membership: it would stay, and keep the memory of
+            # its device.
             is_awaited = slot.ready is None and (slot.rank >= 0 or slot.is_leaving)
             asked_s = now - slot.asked_s if is_awaited else 0.0
             if slot.silent_s > self._dead_after_s:
@@ -255,9 +278,9 @@ class RankSlots:
                 stopped = " in a stopped process (state T)" if state_of(slot.pid) == "T" else ""
                 self._kill(slot, f"stopped answering {format_seconds(slot.silent_s)} ago{stopped}")
             elif slot.is_leaving and asked_s > (bound_s := self._leaves_within_s(beat)):
-                held = " (native code holds its interpreter lock)" if now - beat.answered_s > self.locked_s else ""
+                lock_text = " (native code holds its interpreter lock)" if now - beat.answered_s > self.locked_s else ""
                 bound = f"{bound_s:g} s" if bound_s < self._dead_after_s else f"fault.dead_after_s = {bound_s:g} s"
-                self._kill(slot, f"did not leave its membership within {bound}{held}")
+                self._kill(slot, f"did not leave its membership within {bound}{lock_text}")
             elif asked_s > self._joins_within_s:
                 self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
 
@@ -266,14 +289,14 @@ class RankSlots:
         return min(self.building_leaves_s, self._dead_after_s) if joins else self._dead_after_s
 
     def kill_hung(self, slot: Slot, message: Message) -> None:
-        """The coordinator found that everybody waits for this one."""
+        """Kill the rank for which, as the coordinator found, all others wait."""
         if slot.pid and slot.rank >= 0 and slot.killed is None:
             where = str(message.get("place") or "")
             silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
             self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
 
     def end_lost(self, slot: Slot) -> None:
-        """Its model replica lost another rank, and is built again by new processes."""
+        """Kill a rank whose model replica lost another rank and is built again by new processes."""
         if slot.pid and slot.killed is None:
             self._kill(slot, "ended with the rest of its model replica")
 
@@ -287,7 +310,10 @@ class RankSlots:
             os.kill(slot.pid, signal.SIGKILL)
 
     def end_ranks(self, grace_s: float) -> None:
-        """No rank survives this. Those that wait for a membership leave when their line is cut."""
+        """End all ranks: by message, then SIGTERM, then SIGKILL.
+
+        Ranks that wait for a membership leave at the message.
+        """
         for slot in self.slots:
             self.hand(slot, {"kind": "end"})
         for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
@@ -295,7 +321,8 @@ class RankSlots:
                 if slot.pid and number:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(slot.pid, number)
-                        os.kill(slot.pid, signal.SIGCONT)  # a stopped process dies only when it goes on
+                        # A stopped process ends only once it continues.
+                        os.kill(slot.pid, signal.SIGCONT)
             until = time.monotonic() + wait_s
             while any(slot.pid for slot in self.slots) and time.monotonic() < until:
                 for slot in self.slots:
@@ -305,9 +332,9 @@ class RankSlots:
 
 
 def _seen_s(pid: int, beat: Heartbeat, now_s: float) -> float | None:
-    """When a process is known to have run last, whatever it waits for; None when it does not run now.
+    """Return when a process is known to have run last, whatever it waits for; None when it does not run now.
 
-    The kernel is asked only about one that has not answered for a while.
+    /proc is read only for a process that has not answered for a while.
     """
     if beat.is_muted:
         return None

@@ -1,4 +1,4 @@
-"""In-memory checkpoints of one host: the memory they lie in, and which of it the next one may overwrite.
+"""The in-memory checkpoints of one host: the memory that holds them, and which of it may be overwritten next.
 
 A segment is anonymous memory behind a descriptor, with a snapshot of one rank in it or none:
 
@@ -25,7 +25,8 @@ from phalanx.elastic.restore_point import KINDS, Kind, ReplicaInfo
 from phalanx.errors import Problem, SystemFailure
 
 MAGIC = b"PHXVLT01"
-DATA_AT = 4096  # one page for the header, so that tensors begin on a page
+# One page for the header, so that tensors begin on a page.
+DATA_AT = 4096
 _FIELDS = struct.Struct("<8sQqqqqQQQQI")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
@@ -34,7 +35,10 @@ BLANK = bytes(HEADER_BYTES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentHeader:
-    """A complete snapshot of one rank. `sequence` grows with every snapshot of a slot, whatever its step."""
+    """The header of a complete snapshot of one rank.
+
+    `sequence` grows with every snapshot of a slot, whatever its step.
+    """
 
     sequence: int
     generation: int
@@ -49,18 +53,18 @@ class SegmentHeader:
 
     @property
     def end(self) -> int:
-        """Bytes a segment must have to hold all of this."""
+        """The bytes that a segment must have to hold all of this."""
         return self.index_at + self.index_bytes
 
 
 def encode_header(header: SegmentHeader) -> bytes:
-    """The bytes of a header, with their own checksum at the end."""
+    """Encode a header, with its own checksum at the end."""
     fields = _FIELDS.pack(MAGIC, *astuple(header))
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def decode_header(data: bytes) -> SegmentHeader | None:
-    """The header in these bytes; None when there is none, or only a part of one."""
+    """Decode a header; None when there is none, or only a part of one."""
     if len(data) != HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         return None
     if _CRC.unpack(data[_FIELDS.size :])[0] != zlib.crc32(data[: _FIELDS.size]):
@@ -70,50 +74,56 @@ def decode_header(data: bytes) -> SegmentHeader | None:
     return SegmentHeader(**dict(zip(names, values, strict=True)))
 
 
-SHARED_MEMORY = Path("/dev/shm")  # where files are memory, on a Linux without memfd
+# Files in this folder are memory, on a Linux without memfd.
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class MemorySegment:
-    """One buffer of one slot. It grows and never shrinks: a reader's mapping stays good."""
+    """One buffer of one slot. It grows and never shrinks, so a reader's mapping stays valid."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._descriptor = _anonymous(name)
         self._claim = threading.Lock()
         self._map: mmap.mmap | None = None
-        self.pinned: memoryview | None = None  # what a GPU may write to directly; held, so that it stays mapped
+        # Memory that a GPU may write to directly; the reference keeps it mapped.
+        self.pinned: memoryview | None = None
 
     def header(self) -> SegmentHeader | None:
-        """What a complete snapshot says of itself; None where there is none."""
-        found = decode_header(os.pread(self._descriptor, HEADER_BYTES, 0))
-        return found if found is not None and found.end <= self.size_bytes else None
+        """Return the header of a complete snapshot; None where there is none."""
+        header = decode_header(os.pread(self._descriptor, HEADER_BYTES, 0))
+        return header if header is not None and header.end <= self.size_bytes else None
 
     @property
     def size_bytes(self) -> int:
-        """Memory it holds, used or not."""
+        """The memory it holds, used or not."""
         return os.fstat(self._descriptor).st_size
 
     def wipe(self) -> None:
-        """From now on it holds nothing."""
+        """Invalidate the snapshot: from now on the segment holds none."""
         if self.size_bytes:
             os.pwrite(self._descriptor, BLANK, 0)
 
     def seal(self, header: SegmentHeader) -> None:
-        """Everything else is written: from now on it holds a snapshot."""
+        """Write the header, after everything else: from now on the segment holds a snapshot."""
         os.pwrite(self._descriptor, encode_header(header), 0)
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """Its bytes, at least `size_bytes` of them; raises SystemFailure where there is not that much memory."""
+        """Return its bytes, at least `size_bytes` of them; raises SystemFailure where there is not that much memory."""
         if self.size_bytes < size_bytes:
             try:
-                # Not ftruncate: pages that cannot be had are an error here, and a SIGBUS when they are first touched.
+                # Not ftruncate: pages that cannot be allocated are an error here, and a SIGBUS when they are first
+                # touched.
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
             except OSError as error:
                 raise SystemFailure(_no_memory(size_bytes, error)) from error
         return self.view()
 
     def view(self) -> memoryview:
-        """All of its bytes. The mapping is kept: faulting pages in again costs more than the copy into them."""
+        """Return all of its bytes.
+
+        The mapping is reused: faulting pages in again costs more than the copy into them.
+        """
         size_bytes = self.size_bytes
         if self._map is None or len(self._map) < size_bytes:
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -121,12 +131,15 @@ class MemorySegment:
 
     @contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Whether this thread of this process may write to it now; for segments more than one could write to."""
-        mine = self._claim.acquire(blocking=False)
+        """A context whose value is True when this thread of this process may write to the segment now.
+
+        For segments that several threads or processes could write to.
+        """
+        is_claimed = self._claim.acquire(blocking=False)
         try:
-            yield mine and self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield is_claimed and self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
-            if mine:
+            if is_claimed:
                 self._lock(fcntl.LOCK_UN)
                 self._claim.release()
 
@@ -138,7 +151,7 @@ class MemorySegment:
         return False
 
     def close(self) -> None:
-        """Give the descriptor back; mappings in use stay good."""
+        """Close the descriptor; mappings in use stay valid."""
         self._map = None
         os.close(self._descriptor)
 
@@ -147,7 +160,8 @@ def _anonymous(name: str) -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"phalanx-{name}", os.MFD_CLOEXEC)
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)  # mode 0600, and gone from the folder at once
+    # Mode 0600, and removed from the folder at once.
+    descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
     os.unlink(path)
     return descriptor
 
@@ -161,14 +175,16 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
     )
 
 
-# The newest that every rank has, one that some have, one being written: docs/in-memory-checkpoints.md, "Memory".
+# The newest step that every rank has, one that some have, one being written: docs/in-memory-checkpoints.md,
+# "Memory".
 BUFFERS = 3
 
 
 class ReplicaStore:
-    """Made by the agent before it forks; its ranks inherit it. Empty segments cost a descriptor and no memory.
+    """All segments of a host, made by the agent before it forks; its ranks inherit them.
 
-    `guests` is how many ranks of another host may keep a copy here: the most slots that any host of the job has.
+    Empty segments cost a descriptor and no memory. `guests` is the number of ranks of another host that may have a
+    replica here: the most slots that any host of the job has.
     """
 
     def __init__(self, slots: int, guests: int | None = None) -> None:
@@ -183,15 +199,15 @@ class ReplicaStore:
         }
 
     def segment(self, kind: Kind, slot: int, buffer: int) -> MemorySegment:
-        """One segment; raises KeyError when there is no such slot."""
+        """Return one segment; raises KeyError when there is no such slot."""
         return self._segments[kind, slot, buffer]
 
     def buffers(self, kind: Kind, slot: int) -> tuple[MemorySegment, ...]:
-        """All buffers of a slot; raises KeyError when there is no such slot."""
+        """Return all buffers of a slot; raises KeyError when there is no such slot."""
         return tuple(self.segment(kind, slot, buffer) for buffer in range(BUFFERS))
 
     def held(self) -> list[ReplicaInfo]:
-        """Every complete snapshot, from headers alone: 10 µs each, however large they are."""
+        """Return every complete snapshot, from headers alone: 10 µs each, however large they are."""
         return list(self._held())
 
     def _held(self) -> Iterator[ReplicaInfo]:
@@ -211,21 +227,22 @@ class ReplicaStore:
                 )
 
     def close(self) -> None:
-        """Give all memory back, once no process has it mapped."""
+        """Release all memory, once no process has it mapped."""
         for segment in self._segments.values():
             segment.close()
 
 
-# Which buffer of a slot the next snapshot may overwrite. A snapshot is needed while the newest step that every rank has
-# may be it, or lie before it. A rank learns that step, the held one, only with the numbers of the next step; until then
-# it must keep what it has.
+# The buffer of a slot that the next snapshot may overwrite. A snapshot is needed while the newest step that every
+# rank has may be that one, or lie before it. A rank learns that step, the held one, only with the numbers of the
+# next step; until then it must keep what it has.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededReplicas:
-    """What must stay: snapshots of this generation, the (generation, step) it was restored from, and from `held` on.
+    """The snapshots that must stay: of this generation, and the (generation, step) it was restored from.
 
-    `held` is the newest step of this generation that all ranks hold, -1 while there is none.
+    Of both only those from step `held` on stay: the newest step of this generation that all ranks hold, -1 while there
+    is none.
     """
 
     generation: int
@@ -233,15 +250,15 @@ class NeededReplicas:
     held: int
 
     def keeps(self, header: SegmentHeader) -> bool:
-        """Whether the snapshot with this header must stay."""
-        ours = header.generation == self.generation or (header.generation, header.step) == self.restored
-        return ours and header.step >= self.held
+        """True when the snapshot with this header must stay."""
+        is_in_use = header.generation == self.generation or (header.generation, header.step) == self.restored
+        return is_in_use and header.step >= self.held
 
 
 def next_free_buffer(
     segments: Sequence[MemorySegment], needs: NeededReplicas, *, busy: Collection[int] = ()
 ) -> int | None:
-    """The buffer to overwrite; None when all of them are needed. Those in `busy` are being written."""
+    """Return the buffer to overwrite; None when all of them are needed. Those in `busy` are being written."""
     headers = [segment.header() for segment in segments]
     free = [
         place
@@ -250,7 +267,7 @@ def next_free_buffer(
     ]
 
     def order(place: int) -> tuple[int, int, int]:
-        """The largest first, so that a third buffer takes memory only when two are not enough; then the oldest."""
+        """Order by size, so that a third buffer takes memory only when two are not enough; then the oldest first."""
         header = headers[place]
         return segments[place].size_bytes, -(header.sequence if header is not None else 0), -place
 
@@ -258,5 +275,5 @@ def next_free_buffer(
 
 
 def next_sequence_number(segments: Sequence[MemorySegment]) -> int:
-    """A number above those of all snapshots in a place."""
-    return max((header.sequence for one in segments if (header := one.header()) is not None), default=0) + 1
+    """Return a number above those of all snapshots in a slot."""
+    return max((header.sequence for segment in segments if (header := segment.header()) is not None), default=0) + 1

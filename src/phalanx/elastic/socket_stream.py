@@ -1,4 +1,4 @@
-"""A TCP connection that never blocks by itself: read exactly so much, wait at most so long.
+"""A non-blocking TCP connection: read exact numbers of bytes, wait for limited times.
 
 frame   size of the message, bytes of data, crc32 of the data | message | MAC      then the data as it is
 """
@@ -13,19 +13,23 @@ from collections.abc import Iterable, Iterator
 
 from phalanx.elastic.handshake import MAC_BYTES, Refused
 
-PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
+# Bytes of the message, bytes of data after it, crc32 of the data.
+PREFIX = struct.Struct("!IQI")
 PREFIX_BYTES = PREFIX.size
-MAX_MESSAGE_BYTES = 1 << 24  # none of the coordinator's grows with the number of hosts
-READ_BYTES = 1 << 16  # of a message at a time: a size that is not yet known to be authentic reserves no more
-STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
+# No message of the coordinator grows with the number of hosts.
+MAX_MESSAGE_BYTES = 1 << 24
+# Of a message at a time: a size that is not yet known to be authentic reserves no more.
+READ_BYTES = 1 << 16
+# If not one byte moves for so long, a peer counts as gone.
+STALL_S = 10.0
 
 
 class Closed(ConnectionError):
-    """The other side is gone."""
+    """Raised when the other side is gone."""
 
 
 class Intake:
-    """Reads from a socket that does not block exactly what is asked for, in as many visits as it takes."""
+    """Reads exact numbers of bytes from a non-blocking socket, in as many calls as it takes."""
 
     __slots__ = ("_part", "_sock", "_wanted_bytes")
 
@@ -35,20 +39,24 @@ class Intake:
         self._wanted_bytes = 0  # of the frame that `_part` begins with, where that is known
 
     def take(self, count: int) -> bytes | None:
-        """The next `count` bytes, or None while some are missing; raises Closed at the end of the stream."""
+        """Return the next `count` bytes, or None while some are missing; raises Closed at the end of the stream."""
         while missing := count - len(self._part):
             with memoryview(bytearray(min(missing, READ_BYTES))) as piece:
                 read = self.take_into(piece)
                 if not read:
                     return None
                 self._part += piece[:read]
-        whole, self._part = bytes(self._part), bytearray()
-        return whole
+        taken, self._part = bytes(self._part), bytearray()
+        return taken
 
     def take_frames(self) -> Iterable[tuple[bytes, bytes, bytes]]:
-        """Every frame that has come, by one read: what is signed of it, its message, its MAC; the rest is kept."""
+        """Read once and return every complete frame as (signed bytes, message, MAC).
+
+        The rest waits for the next call.
+        """
         read = receive_some(self._sock, READ_BYTES)
-        if not self._part and len(read) > PREFIX_BYTES:  # nearly always it is one frame, and whole
+        # Nearly always it is exactly one complete frame.
+        if not self._part and len(read) > PREFIX_BYTES:
             size, data_bytes, _ = PREFIX.unpack_from(read)
             end = PREFIX_BYTES + size
             if len(read) == end + MAC_BYTES and not data_bytes:
@@ -58,7 +66,8 @@ class Intake:
     def _split_frames(self, read: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
         if self._part:
             self._part += read
-            if len(self._part) < self._wanted_bytes:  # a long message in pieces: it is looked at once, when it is whole
+            # A long message in pieces: it is parsed once, when it is complete.
+            if len(self._part) < self._wanted_bytes:
                 return
             read, self._part = bytes(self._part), bytearray()
         at = self._wanted_bytes = 0
@@ -76,7 +85,10 @@ class Intake:
             self._part += read[at:]
 
     def take_into(self, view: memoryview) -> int:
-        """How many bytes went into `view`, 0 when none are there yet; raises Closed at the end of the stream."""
+        """Read into `view` and return how many bytes came, 0 when none are there yet.
+
+        Raises Closed at the end of the stream.
+        """
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:
@@ -89,7 +101,7 @@ class Intake:
 
 
 def receive_some(sock: socket.socket, most: int) -> bytes:
-    """What has come, nothing where nothing has; raises Closed at the end of the stream."""
+    """Return the bytes that have arrived, b"" when none have; raises Closed at the end of the stream."""
     try:
         read = sock.recv(most)
     except BlockingIOError:
@@ -102,7 +114,7 @@ def receive_some(sock: socket.socket, most: int) -> bytes:
 
 
 def tune(sock: socket.socket, stall_s: float) -> None:
-    """No blocking, no delay for small messages, and a host that vanished is noticed though nothing is sent to it."""
+    """Set the options of a connection: no blocking, no delay for small messages, keepalive for peers that vanish."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -113,12 +125,13 @@ def tune(sock: socket.socket, stall_s: float) -> None:
         ("TCP_KEEPCNT", probes),
         ("TCP_USER_TIMEOUT", round(stall_s * 1000)),
     ):
-        if hasattr(socket, name):  # Linux has all of them
+        # Linux has all of them.
+        if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def take_before(sock: socket.socket, intake: Intake, count: int, deadline: float) -> bytes:
-    """The next `count` bytes, waiting until `deadline` of the monotonic clock; raises TimeoutError."""
+    """Return the next `count` bytes, waiting until `deadline` of the monotonic clock; raises TimeoutError."""
     while (text := intake.take(count)) is None:
         if not ready(sock, select.POLLIN, deadline - time.monotonic()):
             raise TimeoutError("no answer to our hello")
@@ -126,7 +139,7 @@ def take_before(sock: socket.socket, intake: Intake, count: int, deadline: float
 
 
 def say(sock: socket.socket, text: bytes) -> None:
-    """Send a few words on a fresh connection: whose buffers, unlike its owner, always have room for them."""
+    """Send a few bytes on a new connection, whose buffers have room for them; raises Closed when they do not."""
     try:
         sent = sock.send(text)
     except OSError as error:
@@ -136,7 +149,8 @@ def say(sock: socket.socket, text: bytes) -> None:
 
 
 def ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Wait until the socket can be read or written (or has failed); whether that came within `timeout_s`."""
-    poll = select.poll()  # unlike select.select, knows descriptors above 1024
+    """Wait until the socket can be read or written (or has failed); False when `timeout_s` passes first."""
+    # Unlike select.select, poll supports descriptors above 1024.
+    poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))

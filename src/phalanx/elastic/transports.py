@@ -1,8 +1,8 @@
-"""What NCCL can and cannot use on a host, said before ranks start: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
+"""The transports that NCCL can use on a host: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
 
-NCCL falls back without a word from the fastest path to the next, down to TCP; a run is then slow, and nothing says why.
-Facts are gathered in one place; what they mean is a plain function of them. Nothing here speaks against starting: these
-are warnings, and notes for `phalanx show`.
+NCCL falls back silently from the fastest path to the next, down to TCP; a run is then slow without a reason in its
+log. Facts are gathered in one place; their meaning is a plain function of them. Nothing here prevents a start: these
+are warnings before ranks start, and notes for `phalanx show`.
 """
 
 from __future__ import annotations
@@ -23,32 +23,42 @@ from phalanx.hardware.types import Machine
 from phalanx.plan.plan import Plan
 from phalanx.units import format_bytes, plural
 
-# Sums in the NVSwitch (NVLink SHARP): from the third generation of switches on, which came with Hopper.
+# GPU generations with sums in the NVSwitch (NVLink SHARP): from the third generation of switches on, with Hopper.
 NVLS_FAMILIES = ("hopper", "blackwell", "rubin")
-NEVER_CHOSEN = ("lo", "docker")  # interfaces that NCCL leaves out unless they are named or alone
-NIC_SHARE = 0.5  # of what the plan counts on: less is worth a sentence
-FEW_BLOCKS = 4  # thread blocks; such values are for ranks that share a GPU
+# Interfaces that NCCL leaves out unless they are named or the only ones.
+NEVER_CHOSEN = ("lo", "docker")
+# Of the plan's assumption: less gets a warning.
+NIC_SHARE = 0.5
+# Thread blocks; such small values are meant for ranks that share a GPU.
+FEW_BLOCKS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportFacts:
-    """What was seen of one host, and what the plan counts on."""
+    """The transports found on one host, and the plan's assumptions."""
 
     host: str
     ranks: int  # of the job on this host
     hosts: int  # of the job
     gpus: int
     gpu_name: str
-    nvlinks: int  # least of its GPUs; -1 where nobody could be asked
-    paths: tuple[str, ...]  # kinds of way between two GPUs, without NVLink
-    pcie_bytes_per_s: float  # of one GPU; 0 where nobody could be asked
-    planned_link_bytes_per_s: float  # that the plan counts on between them
-    nvls: bool  # the GPUs' generation has it
-    peer_access: bool | None  # one GPU may read another's memory; None where it was not asked
+    # Least of its GPUs; -1 where it could not be read.
+    nvlinks: int
+    # Kinds of connection between two GPUs, except NVLink.
+    paths: tuple[str, ...]
+    # Of one GPU; 0 where it could not be read.
+    pcie_bytes_per_s: float
+    # The plan's assumption for a link between GPUs.
+    planned_link_bytes_per_s: float
+    nvls: bool  # True when the GPUs' generation has it
+    # One GPU may read another's memory; None where it was not checked.
+    peer_access: bool | None
     infiniband: tuple[str, ...]  # names of the devices, RoCE and EFA included
     infiniband_bytes_per_s: float
-    interfaces: Mapping[str, float]  # network interfaces, with their bytes/s; 0 where the driver does not say
-    planned_nic_bytes_per_s: float  # of a host; 0 where the plan has no network
+    # Network interfaces, with their bytes/s; 0 where the driver does not report it.
+    interfaces: Mapping[str, float]
+    # Of a host; 0 where the plan has no network.
+    planned_nic_bytes_per_s: float
     algorithm: str  # comm.algorithm
     settings: Mapping[str, str]  # NCCL_*
 
@@ -63,7 +73,7 @@ def facts_of(
     root: Path = Path("/"),
     peer_access: bool | None = None,
 ) -> TransportFacts:
-    """Look at this host."""
+    """Gather the facts of this host."""
     device, cluster = plan.cluster.accelerator, plan.cluster
     cards = {nic.name: nic.bytes_per_s for nic in machine.nics if nic.kind == "ethernet"}
     try:
@@ -93,25 +103,25 @@ def facts_of(
 
 
 def transport_warnings(facts: TransportFacts) -> list[Problem]:
-    """What makes communication slower than the plan counts on, or stops it, and what to do about it."""
+    """Return the problems that make communication slower than the plan assumes, or stop it, with their remedies."""
     if facts.ranks * facts.hosts < 2:
         return []
     return [*_inside(facts), *_between(facts), *_forced(facts)]
 
 
 def transport_notes(facts: TransportFacts) -> list[str]:
-    """The warnings in a line each, and what is as it must be on this hardware."""
-    found = [f"{problem.what}: {problem.why}" for problem in transport_warnings(facts)]
+    """Return the warnings in a line each, and notes on features that this hardware does not have."""
+    notes = [f"{problem.what}: {problem.why}" for problem in transport_warnings(facts)]
     several = facts.ranks > 1 and facts.gpus > 1
-    if several and not facts.nvls and not any("NVLS" in text for text in found):
-        found.append(f"{facts.gpu_name} has no NVLS: all-reduces are summed by the GPUs, not by the switch")
+    if several and not facts.nvls and not any("NVLS" in text for text in notes):
+        notes.append(f"{facts.gpu_name} has no NVLS: all-reduces are summed by the GPUs, not by the switch")
     if facts.hosts > 1 and facts.infiniband and not _is_on(facts, "NCCL_COLLNET_ENABLE"):
-        found.append("no SHARP: sums between hosts are made by GPUs (NCCL_COLLNET_ENABLE is not 1)")
-    return found
+        notes.append("no SHARP: sums between hosts are made by GPUs (NCCL_COLLNET_ENABLE is not 1)")
+    return notes
 
 
 def facts_here(plan: Plan, *, slots: int) -> TransportFacts | None:
-    """Of this host, which has `slots` places for ranks; None where ranks run on CPUs."""
+    """Gather the facts of this host, which has `slots` places for ranks; None where ranks run on CPUs."""
     if plan.cluster.accelerator.family == "cpu":
         return None
     hosts = max(1, -(-plan.layout.devices // max(1, slots)))
@@ -119,7 +129,7 @@ def facts_here(plan: Plan, *, slots: int) -> TransportFacts | None:
 
 
 def _inside(facts: TransportFacts) -> Iterator[Problem]:
-    """Between the GPUs of one host."""
+    """Yield problems between the GPUs of one host."""
     if facts.ranks < 2:
         return
     if 0 < facts.gpus < facts.ranks:
@@ -174,7 +184,7 @@ def _inside(facts: TransportFacts) -> Iterator[Problem]:
 
 
 def _between(facts: TransportFacts) -> Iterator[Problem]:
-    """Between hosts, and the interface that even one host needs to begin with."""
+    """Yield problems between hosts, and of the interface that even one host needs at the start."""
     named = facts.settings.get("NCCL_SOCKET_IFNAME", "")
     chosen = chosen_interfaces(named, facts.interfaces)
     if named and not chosen:
@@ -217,12 +227,13 @@ def _between(facts: TransportFacts) -> Iterator[Problem]:
 
 
 def _forced(facts: TransportFacts) -> Iterator[Problem]:
-    """Variables that take NCCL's choices away."""
+    """Yield a warning for each variable that overrides NCCL's choices."""
     for name in ("NCCL_ALGO", "NCCL_PROTO"):
         if value := facts.settings.get(name):
             own = f"allreduce:{facts.algorithm}"
             if name == "NCCL_ALGO" and value == own:
-                continue  # what comm.algorithm asked for
+                # Set because of comm.algorithm.
+                continue
             yield Problem(
                 where=facts.host,
                 what=f"{name}={value} is forced",
@@ -247,7 +258,7 @@ def _is_on(facts: TransportFacts, name: str) -> bool:
 
 
 def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str]) -> list[str]:
-    """Which interfaces NCCL_SOCKET_IFNAME leaves: a list of prefixes; "=" before it exact names, "^" before it others.
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; after "=" exact names, after "^" all others.
 
     >>> chosen_interfaces("eth", ["lo", "eth0", "eth1"]), chosen_interfaces("^eth", ["lo", "eth0", "ib0"])
     (['eth0', 'eth1'], ['ib0'])
@@ -272,7 +283,10 @@ def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str
 
 
 def _peer_access() -> bool | None:
-    """Whether every GPU can read the next one's memory; None where nobody has imported torch, which takes seconds."""
+    """Return True when every GPU can read the next one's memory.
+
+    Returns None where torch is not imported, because the import takes seconds.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -285,15 +299,16 @@ def _peer_access() -> bool | None:
         return None
 
 
-# Which network interface has an address: gloo and NCCL are told names, people write addresses.
+# The network interface that has an address: gloo and NCCL need names, users write addresses.
 
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+# linux/sockios.h: the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
 LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address; None when no interface of this host has it.
+    """Return the name of the interface with this address; None when no interface of this host has it.
 
     >>> interface_of("127.0.0.1")
     'lo'
@@ -302,34 +317,39 @@ def interface_of(address: str) -> str | None:
         return _interface_of_6(socket.inet_pton(socket.AF_INET6, address).hex())
     try:
         wanted = socket.inet_aton(socket.gethostbyname(address))
-    except OSError:  # no such name; whoever binds the address says so
+    except OSError:
+        # No such name; binding the address raises the error.
         return None
     if wanted[0] == 127:
         return "lo"
-    return next((name for name, found in interface_addresses() if socket.inet_aton(found) == wanted), None)
+    return next(
+        (name for name, interface_address in interface_addresses() if socket.inet_aton(interface_address) == wanted),
+        None,
+    )
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Every interface of this host that has an IPv4 address, with the first of them."""
-    found = []
+    """Return every interface of this host that has an IPv4 address, with the first of its addresses."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an IPv4 address
+            # An interface without an IPv4 address.
+            with suppress(OSError):
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+                addresses.append((name, socket.inet_ntoa(answer[20:24])))
+    return addresses
 
 
 def _interface_of_6(wanted: str) -> str | None:
     for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-        found, *_, name = line.split()
-        if found == wanted:
+        interface_address, *_, name = line.split()
+        if interface_address == wanted:
             return name
     return None
 
 
 def address_towards(host: str) -> str:
-    """The address of this host that leads to another; the loopback where that cannot be looked up.
+    """Return this host's address on the route to another host; the loopback where that cannot be looked up.
 
     >>> address_towards("127.0.0.1")
     '127.0.0.1'
@@ -337,6 +357,7 @@ def address_towards(host: str) -> str:
     with suppress(OSError, UnicodeError):
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect(place)  # sends nothing: only the route is looked up
+            # Sends nothing: only the route is looked up.
+            asking.connect(place)
             return str(asking.getsockname()[0])
     return "127.0.0.1"

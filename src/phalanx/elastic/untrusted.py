@@ -13,17 +13,17 @@ _SET_ASIDE = re.compile(rf"{UNTRUSTED}step-(\d{{8,18}})(?:-\d+)?", re.ASCII)
 
 
 def set_aside_step(name: str) -> int | None:
-    """The step of a checkpoint that was set aside; None for any other name.
+    """Return the step of a checkpoint that was set aside; None for any other name.
 
     >>> set_aside_step("untrusted-step-00000022"), set_aside_step("untrusted-step-00000022-2"), set_aside_step("step-0")
     (22, 22, None)
     """
-    found = _SET_ASIDE.fullmatch(name)
-    return int(found.group(1)) if found else None
+    match = _SET_ASIDE.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def set_untrusted_aside(run: Run, *, after: int) -> None:
-    """Rename the checkpoints of more than `after` steps, so that no resumed run takes one for its newest.
+    """Rename the checkpoints of more than `after` steps, so that no resumed run restores one as its newest.
 
     Deletes nothing. An object store cannot rename: there the trainer deletes them once it has restored an older one.
     """
@@ -38,7 +38,10 @@ def set_untrusted_aside(run: Run, *, after: int) -> None:
 
 
 def untrusted_steps(run: Run, *, after: int) -> list[int]:
-    """Steps beyond `after` whose checkpoints are set aside; of an object store, those that are still in place."""
+    """Return steps beyond `after` whose checkpoints are set aside.
+
+    In an object store nothing is renamed: there, the steps of those still in place.
+    """
     root = run.checkpoints
     if isinstance(root, str):
         return [step for step in run.saved_steps() if step > after]
@@ -50,7 +53,7 @@ def untrusted_steps(run: Run, *, after: int) -> list[int]:
 
 
 def _free_name(root: Path, name: str) -> Path:
-    """A name that no checkpoint set aside before has: a step may be untrusted twice."""
+    """Return a name that no checkpoint set aside before has: a step may be untrusted twice."""
     path, count = root / f"{UNTRUSTED}{name}", 1
     while path.exists():
         count += 1

@@ -1,1 +1,1 @@
-"""Faults injected on purpose into a real run, and the proof of what happened."""
+"""Drills: inject faults on purpose into a real training run and judge from its records whether it recovered."""

@@ -1,4 +1,4 @@
-"""The report of a drill: the text that is printed, and the signed record that later checks look for."""
+"""The report of a drill: the printed text, and the signed record that later checks read as evidence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from phalanx.train.drill.outcomes import FaultOutcome
 from phalanx.train.drill.perform import DrillNumbers, DrillResult
 from phalanx.units import first_few, format_seconds, plural
 
-MOST_ROWS = 40  # of single faults; more are told by kind
+# More faults than this are shown by kind.
+MOST_ROWS = 40
 
 
 def render_drill(result: DrillResult) -> str:
-    """Faults, verdicts, and what the plan thought of it."""
+    """Return the faults, the verdicts and the plan's predictions next to the measurements, as text."""
     numbers = result.numbers
     length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
     count = len(result.outcomes)
@@ -48,16 +49,16 @@ def _outcome_table(found: Sequence[FaultOutcome]) -> str:
         return _by_kind(found)
     rows = [
         (
-            one.fault,
-            _outcome_place(one),
-            _seconds_text(one.detected_s) if one.judged else "not judged",
-            _seconds_text(one.recovered_s),
-            "" if one.steps_lost is None else str(one.steps_lost),
-            "" if one.steps_redone is None else str(one.steps_redone),
-            one.source,
-            "" if one.world is None else str(one.world),
+            outcome.fault,
+            _outcome_place(outcome),
+            _seconds_text(outcome.detected_s) if outcome.judged else "not judged",
+            _seconds_text(outcome.recovered_s),
+            "" if outcome.steps_lost is None else str(outcome.steps_lost),
+            "" if outcome.steps_redone is None else str(outcome.steps_redone),
+            outcome.source,
+            "" if outcome.world is None else str(outcome.world),
         )
-        for one in found
+        for outcome in found
     ]
     return _indented_table(
         ("fault", "where", "detected", "recovered", "steps lost", "redone", "restored from", "ranks"), rows
@@ -65,26 +66,26 @@ def _outcome_table(found: Sequence[FaultOutcome]) -> str:
 
 
 def _outcome_place(one: FaultOutcome) -> str:
-    whom = f"rank {one.rank}, " if one.rank >= 0 else ""
+    rank_text = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
-    return f"{whom}generation {one.generation}{step}"
+    return f"{rank_text}generation {one.generation}{step}"
 
 
 def _by_kind(found: Sequence[FaultOutcome]) -> str:
     rows = []
-    for kind in dict.fromkeys(one.kind for one in found):
-        mine = [one for one in found if one.kind == kind]
-        times = [one.recovered_s for one in mine if one.recovered_s is not None]
-        lost = sum(one.steps_lost or 0 for one in mine)
+    for kind in dict.fromkeys(outcome.kind for outcome in found):
+        of_kind = [outcome for outcome in found if outcome.kind == kind]
+        times = [outcome.recovered_s for outcome in of_kind if outcome.recovered_s is not None]
+        lost = sum(outcome.steps_lost or 0 for outcome in of_kind)
         rows.append(
             (
                 kind,
-                f"{len(mine)}×",
-                _seconds_text(_known_median([one.detected_s for one in mine])),
+                f"{len(of_kind)}×",
+                _seconds_text(_known_median([outcome.detected_s for outcome in of_kind])),
                 _seconds_text(_known_median(times)),
                 _seconds_text(max(times, default=None)),
                 str(lost),
-                str(sum(one.steps_redone or 0 for one in mine)),
+                str(sum(outcome.steps_redone or 0 for outcome in of_kind)),
             )
         )
     return _indented_table(("fault", "injected", "detected", "recovered", "at worst", "steps lost", "redone"), rows)
@@ -106,7 +107,7 @@ def _not_fired(texts: Sequence[str]) -> str:
 
 
 def _prediction_lines(numbers: DrillNumbers) -> str:
-    """Prediction beside measurement."""
+    """Lines that compare the plan's predictions with the measurements."""
     worst = (
         f", at worst {_seconds_text(numbers.recovery_worst_s)}"
         if numbers.recovery_worst_s != numbers.recovery_s
@@ -128,14 +129,15 @@ def _seconds_text(value: float | None) -> str:
     return "" if value is None else format_seconds(value)
 
 
-# The signed record: what was injected, what came of it, the verdicts, and digests of the evidence.
-# `phalanx.record.drill_record` reads and verifies it, and says what a signature proves.
+# The signed record: the injected faults, their outcomes, the verdicts, and digests of the evidence.
+# `phalanx.record.drill_record` reads and verifies it, and documents what a signature proves.
 
-MOST_STORED = 64  # copies in the user's store: some kilobytes each
+# Copies in the user's store, some kilobytes each.
+MOST_STORED = 64
 
 
 def drill_key(path: Path) -> bytes:
-    """The key, made when there is none."""
+    """Return the signing key; made when there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
@@ -145,29 +147,33 @@ def drill_key(path: Path) -> bytes:
         raise SystemFailure(
             Problem(where=str(path), what=what, fix="set XDG_CONFIG_HOME to a writable folder")
         ) from None
-    except UserError:  # another drill made it in this moment
+    except UserError:
+        # Another drill made it at the same time.
         pass
     return read_secret(path)
 
 
 def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Callable[[], float] = time.time) -> Path:
-    """Add the time, what ran and digests of the evidence, sign, and put it into the run."""
+    """Sign the record and write it into the run, with the time, versions and digests of the evidence added."""
     ran = {"made_s": round(clock(), 3), "world": run.world() or 0, "versions": software_versions(), "code": our_code()}
-    whole = {"v": VERSION, **body, **ran, "files": folder_digests(run.path)}
-    signed = {**whole, "signature": sign_record(whole, secret)}
+    record = {"v": VERSION, **body, **ran, "files": folder_digests(run.path)}
+    signed = {**record, "signature": sign_record(record, secret)}
     path = run.path / NAME
     replace_text(path, json.dumps(signed, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
 def store_record(record: Path, folder: Path) -> Path:
-    """Keep a copy where later checks look, the newest of its kind; raises SystemFailure when it cannot be written."""
+    """Copy the record to the folder where later checks look; it replaces an older one of the same kind.
+
+    Raises SystemFailure when it cannot be written.
+    """
     name = _record_name(read_record(record))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_text(folder / name, record.read_text(encoding="utf-8"))
-        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in kept[MOST_STORED:]:
+        stored = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in stored[MOST_STORED:]:
             with suppress(OSError):
                 path.unlink()
     except OSError as error:
@@ -176,14 +182,14 @@ def store_record(record: Path, folder: Path) -> Path:
 
 
 def _record_name(record: Mapping[str, Any]) -> str:
-    """One file per profile, part of the suite and job; drills of a job outside the suite share one."""
+    """Return the file name: one per profile, part of the suite and job; drills outside the suite are part "other"."""
     words = [str(record.get(name) or "other") for name in ("profile", "part")]
     words.append(_subject_name(record.get("subject")))
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words if word) + ".json"
 
 
 def _subject_name(subject: object) -> str:
-    """Of the drilled job: its name, and enough of its digests that two jobs of one name are kept apart."""
+    """Return the job's name with part of its digest, so that two jobs of one name get different files."""
     if not isinstance(subject, dict):
         return ""
     reported = f"{subject.get('digest')} {subject.get('splits')}"
@@ -191,11 +197,11 @@ def _subject_name(subject: object) -> str:
 
 
 def software_versions() -> dict[str, str]:
-    """What ran."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    """Return the versions of the software that ran the drill."""
+    versions = {"python": platform.python_version(), "system": platform.platform()}
     for name in ("phalanx", "torch", "safetensors"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "from source"
-    return found
+            versions[name] = "from source"
+    return versions

@@ -1,4 +1,7 @@
-"""Faults from outside the ranks, brought about while the run goes on; called now and then by whoever launched it."""
+"""Inject the faults of a drill that act from outside the ranks: signals, disks, ports, network links, damaged files.
+
+The process that launched the run calls `FaultDriver.tick` repeatedly while the run is under way.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,20 @@ from phalanx.units import MINUTE_S, plural
 
 TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
 ENDED = ("done", "stopped", "failed")
-# After its end, for the processes of a run to be gone. An agent that was started again shortly before the end imports
-# first: more than 40 s where eight drills shared two cores.
+# Seconds that the processes of a run get to exit after its end. An agent that was restarted shortly before the end
+# imports first: more than 40 s where eight drills shared two cores.
 LEAVE_S = 120.0
 
 
 class DrillStuck(Exception):
-    """The run neither goes on nor ends; whoever launched it leaves, and takes its processes along."""
+    """Raised when a run makes no progress or does not exit; the launcher then ends the processes of the run."""
 
 
 class FaultDriver:
-    """Follows a run and fires what is due. `hosts` are the names of the hosts in their order."""
+    """Follow the event files of a run and inject each fault when it is due.
+
+    `hosts` are the host names in the order in which faults number them; `minutes` and `until_step` end the run early.
+    """
 
     def __init__(
         self,
@@ -71,7 +77,10 @@ class FaultDriver:
         self._ended_s: float | None = None
 
     def tick(self) -> None:
-        """Look at what is new, undo what has lasted long enough, and fire what is due."""
+        """Read new events, undo expired faults, inject due ones.
+
+        Raises DrillStuck when the run stopped making progress.
+        """
         for event in self._supervisor.read():
             self._note_event(event)
         for event in self._ranks.read():
@@ -92,7 +101,7 @@ class FaultDriver:
         self._give_up()
 
     def close(self) -> None:
-        """Undo what still lasts."""
+        """Undo all faults that are still active."""
         for _, undo in self._later:
             undo()
         self._later.clear()
@@ -104,7 +113,7 @@ class FaultDriver:
         if event["event"] != "epoch":
             return
         self.generation = int(event["epoch"])
-        self._pids = {int(one["rank"]): int(one.get("pid") or 0) for one in event.get("members") or ()}
+        self._pids = {int(member["rank"]): int(member.get("pid") or 0) for member in event.get("members") or ()}
         for member in event.get("members") or ():
             agent = parent_of(int(member.get("pid") or 0))
             if agent is not None and agent > 1:
@@ -126,7 +135,7 @@ class FaultDriver:
             self._minutes, self._until_step = 0.0, None
 
     def _give_up(self) -> None:
-        """A drill has an end, whatever it found."""
+        """Raise DrillStuck when the run made no progress for `patience_s`, or is still alive LEAVE_S after its end."""
         now = time.monotonic()
         if now - self._moved_s > self._patience_s:
             raise DrillStuck(f"no step and no event for {self._patience_s:g} s, after step {self.step}")
@@ -136,20 +145,20 @@ class FaultDriver:
                 raise DrillStuck(f"its processes are still there {LEAVE_S:g} s after its end")
 
     def _follow_faults(self) -> None:
-        """Say what was fired; a rank that stopped itself gets its SIGCONT in time, if nobody has ended it."""
-        for one in firings.new_firings(self._run, self._seen):
-            whom = f"rank {one.rank}" if one.rank >= 0 else one.host
-            what = self._texts.get(one.id, one.kind)
-            self._tell(f"  generation {one.epoch}, step {one.step}: {what} {whom}".rstrip())
-            for_s = self._wakes.get(one.id)
+        """Report the faults that fired, and schedule SIGCONT for a rank that stopped itself by a limited `hang`."""
+        for firing in firings.new_firings(self._run, self._seen):
+            whom = f"rank {firing.rank}" if firing.rank >= 0 else firing.host
+            fault_text = self._texts.get(firing.id, firing.kind)
+            self._tell(f"  generation {firing.epoch}, step {firing.step}: {fault_text} {whom}".rstrip())
+            for_s = self._wakes.get(firing.id)
             if for_s is not None:
-                due_s = time.monotonic() + one.t_s + for_s - time.time()
-                self._later.append((due_s, lambda pid=one.pid: signal_processes([pid], signal.SIGCONT)))  # type: ignore[misc]
+                due_s = time.monotonic() + firing.t_s + for_s - time.time()
+                self._later.append((due_s, lambda pid=firing.pid: signal_processes([pid], signal.SIGCONT)))  # type: ignore[misc]
 
     # ---- firing ----------------------------------------------------------------------------------------------------
 
     def _fire_fault(self, fault: Fault) -> bool:
-        """False when there is nothing to hit yet."""
+        """Inject a fault; False when its target does not exist yet, so that the next tick tries again."""
         host = self._hosts[fault.host % len(self._hosts)]
         match fault.kind:
             case "host" | "freeze":
@@ -159,8 +168,11 @@ class FaultDriver:
                 return pid is not None and self._signal_processes(fault, [pid], signal.SIGKILL)
             case "sigterm":
                 return self._signal_processes(
-                    fault, [os.getpid()], signal.SIGTERM
-                )  # whoever launched the run listens for it
+                    fault,
+                    [os.getpid()],
+                    signal.SIGTERM,
+                    # The process that launched the run is this one; its signal handler stops the run.
+                )
             case "damage":
                 return self._damage(fault)
             case "port":
@@ -190,12 +202,14 @@ class FaultDriver:
             host = next((name for name, agent in self._agents.items() if agent == holder), "")
         agent = self._agents.get(host)
         if agent is None or parent_of(agent) is None:
-            return False  # it is down already: wait until it is back
-        everybody = [agent, *children_of(agent)]  # the agent first: it must not note that its ranks fall
+            # It is down already: wait until it is back.
+            return False
+        # The agent first: it must not record that its ranks ended.
+        pids = [agent, *children_of(agent)]
         if fault.kind == "host":
-            return self._signal_processes(fault, everybody, signal.SIGKILL, host)
-        self._undo_later(fault, lambda: signal_processes(everybody, signal.SIGCONT))
-        return self._signal_processes(fault, everybody, signal.SIGSTOP, host)
+            return self._signal_processes(fault, pids, signal.SIGKILL, host)
+        self._undo_later(fault, lambda: signal_processes(pids, signal.SIGCONT))
+        return self._signal_processes(fault, pids, signal.SIGSTOP, host)
 
     def _damage(self, fault: Fault) -> bool:
         step = max(self._run.saved_steps(), default=None)
@@ -207,16 +221,18 @@ class FaultDriver:
 
     def _take_ports(self, fault: Fault) -> bool:
         if self._claim_fault(fault, note=f"{TAKEN_PORTS} ports of the loopback"):
-            taken: list[socket.socket] = []
-            with suppress(OSError):  # no more descriptors: that will do
-                taken += [socket.create_server(("127.0.0.1", 0)) for _ in range(TAKEN_PORTS)]
-            self._later.append((time.monotonic() + 5.0, lambda: _close_sockets(taken)))
+            servers: list[socket.socket] = []
+            # Out of descriptors: the ports bound so far are enough.
+            with suppress(OSError):
+                servers += [socket.create_server(("127.0.0.1", 0)) for _ in range(TAKEN_PORTS)]
+            self._later.append((time.monotonic() + 5.0, lambda: _close_sockets(servers)))
         return True
 
     def _fill_disk(self, fault: Fault) -> bool:
         root = self._run.checkpoints
         if isinstance(root, str) or not os.path.ismount(root):
-            return False  # somebody's disk: not ours to fill
+            # Fill only a file system that the drill mounted itself.
+            return False
         if self._claim_fault(fault, note=str(root)):
             fill_disk(root)
             self._undo_later(fault, lambda: free_disk(root))
@@ -240,7 +256,8 @@ class FaultDriver:
     def _take_core(self, fault: Fault) -> bool:
         pids = {rank % len(self._pids): self._pids[rank % len(self._pids)] for rank in fault.rank if self._pids}
         if any(parent_of(pid) is None for pid in pids.values()):
-            return False  # it was replaced: the next membership has its successor
+            # The process was replaced: the next membership names its successor.
+            return False
         for rank, pid in pids.items():
             if firings.claim_firing(
                 self._run, fault, whom=rank, rank=rank, epoch=self.generation, step=self.step, pid=pid
@@ -268,42 +285,45 @@ class FaultDriver:
 
 
 def _close_sockets(taken: Sequence[socket.socket]) -> None:
-    for one in taken:
-        one.close()
+    for server in taken:
+        server.close()
 
 
-# Damage to a checkpoint, as disks and people do it.
+# Damage to a checkpoint, of the kinds that disks and people cause.
 
 
 def damage_checkpoint(run: Run, step: int, *, how: str, seed: int) -> str:
-    """Spoil one file of the commit of a step; says what was done, empty when there is no such commit."""
+    """Damage one file of the checkpoint of a step; returns a description, or "" when the checkpoint does not exist."""
     try:
         return _damage(run, step, how=how, seed=seed)
-    except (OSError, StopIteration):  # it was pruned under our hands
+    except (OSError, StopIteration):
+        # The checkpoint was pruned at the same time.
         return ""
 
 
 def _damage(run: Run, step: int, *, how: str, seed: int) -> str:
     root = run.checkpoints
-    if isinstance(root, str):  # an object store is not ours to damage
+    # Object stores are never damaged.
+    if isinstance(root, str):
         return ""
     draw = random.Random(seed)
-    folder = next(root.glob(f"step-*{step:08d}"))  # the name of a commit, as train.state.paths has it
+    # The folder name of a commit, as train.state.paths defines it.
+    folder = next(root.glob(f"step-*{step:08d}"))
     files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
     if not files:
         return ""
     path = folder / "manifest.json" if how == "manifest" else files[draw.randrange(len(files))]
     match how:
         case "flip" | "manifest":
-            what = _flip_file(path, draw)
+            damage = _flip_file(path, draw)
         case "truncate":
-            what = _truncate_file(path, draw)
+            damage = _truncate_file(path, draw)
         case "swap":
-            what = _swap_files(path, files[(files.index(path) + 1) % len(files)])
+            damage = _swap_files(path, files[(files.index(path) + 1) % len(files)])
         case _:
             path.unlink()
-            what = "deleted"
-    return f"{folder.name}/{path.name}: {what}"
+            damage = "deleted"
+    return f"{folder.name}/{path.name}: {damage}"
 
 
 def _flip_file(path: Path, draw: random.Random) -> str:
@@ -316,10 +336,10 @@ def _flip_file(path: Path, draw: random.Random) -> str:
 
 def _truncate_file(path: Path, draw: random.Random) -> str:
     size = path.stat().st_size
-    kept = draw.randrange(size)
+    kept_bytes = draw.randrange(size)
     with path.open("r+b") as file:
-        file.truncate(kept)
-    return f"cut from {size:,} to {kept:,} bytes"
+        file.truncate(kept_bytes)
+    return f"cut from {size:,} to {kept_bytes:,} bytes"
 
 
 def _swap_files(first: Path, second: Path) -> str:
@@ -332,27 +352,28 @@ def _swap_files(first: Path, second: Path) -> str:
     return f"swapped with {second.name}"
 
 
-# The processes of a run, found through the ranks that its record names; a drill touches no others.
+# The processes of a run, found through the ranks that its record names; a drill touches no other processes.
 
 COORDINATOR = "phalanx.elastic.coordinator"
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process; None when it is gone."""
+    """Return the parent's process id, or None when the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[1])  # the name in brackets may hold anything
+    # Split after the last bracket: the command name inside the brackets may contain any characters.
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children, spares and coordinator included."""
-    return [other for other in _all_pids() if parent_of(other) == pid]
+    """Return the direct children of a process, including spare ranks and the coordinator."""
+    return [child for child in _all_pids() if parent_of(child) == pid]
 
 
 def command_of(pid: int) -> list[str]:
-    """The command line of a process; empty when it is gone."""
+    """Return the command line of a process; empty when it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     except OSError:
@@ -360,14 +381,14 @@ def command_of(pid: int) -> list[str]:
 
 
 def coordinator_of(run: Run) -> int | None:
-    """The process that coordinates this run."""
+    """Return the process id of the run's coordinator; None when there is none."""
     return next(
         (pid for pid in _all_pids() if COORDINATOR in (words := command_of(pid)) and str(run.path) in words), None
     )
 
 
 def signal_processes(pids: list[int], number: signal.Signals) -> int:
-    """Send a signal; how many of the processes were there to get it."""
+    """Send a signal to the processes and return how many of them still existed."""
     reached = 0
     for pid in pids:
         with suppress(ProcessLookupError):

@@ -1,8 +1,10 @@
-"""One fault: what happens, to whom, when; as a text on the command line and as JSON in the run.
+"""The faults that a drill can inject: their kinds and keys, and one `Fault` as command-line text and as JSON.
+
+`Fault` states what happens, to which rank, host or peer, and when:
 
 kill:rank=2,step=5        hang:rank=1+3,step=4        kill:rank=0,point=save-manifest        host:host=1,at_s=3
 
-Drills of peers on slow links (--peers) have kinds of their own: kill:peer=2,step=5,for_s=3        partition:peer=3+4
+Drills of peers on slow links (--peers) have their own kinds: kill:peer=2,step=5,for_s=3        partition:peer=3+4
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import Any
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 
-# Points of train.state.save, in its order; mid-save faults name one of them.
+# The points of train.state.save, in their order; faults during a save name one of them.
 SAVE_POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
-# Where a rank can be hit. `init`: before it meets the others, in any generation. `restore`: while it takes up its state
-# in a generation after the first, so during a recovery. `collective`: by a timer, while the step runs.
+# The points at which a rank can be hit. `init`: before it joins the process group, in any generation. `restore`:
+# while it restores its state in a generation after the first, so during a recovery. `collective`: by a timer, while
+# the step runs.
 POINTS = ("init", "restore", "step", "collective", *(f"save-{name}" for name in SAVE_POINTS))
 EVERY_TIME = 10**6
 MOST = 10**9
@@ -25,14 +28,17 @@ MOST = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultKind:
-    """What a fault does, which keys it understands, and who brings it about."""
+    """The effect of a kind of fault, the keys it accepts, and the process that injects it."""
 
     meaning: str
     keys: tuple[str, ...]
-    inside: bool = True  # brought about by the rank itself; else by the drill's own process
-    hows: tuple[str, ...] = ()  # choices of `how`, the first is taken when none is named
+    # True: the rank injects it into itself; False: the drill's own process does.
+    inside: bool = True
+    # Choices of the key `how`; the first one is the default.
+    hows: tuple[str, ...] = ()
     host: bool = False  # hits a host, not a rank
-    ends: bool = True  # somebody must recover: a new generation follows, or the end of the run
+    # True: it must lead to a recovery, so a new generation or the end of the run follows.
+    ends: bool = True
 
 
 _WHEN = ("step", "at_s", "epoch", "times")
@@ -145,7 +151,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
     ),
 }
 
-# Of peers on slow links. Peers are numbered from 1, as their names are; several are hit together: peer=2+3.
+# Faults of peers on slow links. Peers are numbered from 1, as in their names; several are hit together: peer=2+3.
 PEER_FAULTS: dict[str, FaultKind] = {
     "kill": FaultKind(
         meaning="SIGKILL of a peer; started again after for_s", keys=("peer", "for_s", *_OUTSIDE), inside=False
@@ -204,20 +210,24 @@ PEER_FAULTS: dict[str, FaultKind] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that goes wrong. `step`: before the step with this number; `at_s`: seconds after the first step."""
+    """One fault. `step`: before the step with this number; `at_s`: seconds after the first step."""
 
     kind: str
     id: int = 0
-    rank: tuple[int, ...] = ()  # counted modulo the ranks there are then
-    peer: tuple[int, ...] = ()  # numbers from 1; not empty in a drill of peers, and only there
-    slot: int | None = None  # whoever has this slot, whatever its rank
+    # Taken modulo the number of ranks at that time.
+    rank: tuple[int, ...] = ()
+    # Numbers from 1; not empty in a drill of peers, and only there.
+    peer: tuple[int, ...] = ()
+    # The rank that has this slot, whatever its number.
+    slot: int | None = None
     host: int = 0
     step: int | None = None
     at_s: float | None = None
-    epoch: int | None = None  # only in this generation of the membership; the key of a fault since 0.1
+    # Only in this generation of the membership; the key has had this name since 0.1.
+    epoch: int | None = None
     point: str = ""
     how: str = ""
-    for_s: float = 0.0  # 0: for good
+    for_s: float = 0.0  # 0: until the end
     sleep_s: float = 0.0
     share: float = 0.0
     skew_s: float = 0.0
@@ -226,12 +236,12 @@ class Fault:
 
     @property
     def of(self) -> FaultKind:
-        """What its kind means."""
+        """The kind of this fault: its meaning and its keys."""
         return (PEER_FAULTS if self.peer else FAULT_KINDS)[self.kind]
 
     @property
     def text(self) -> str:
-        """As it is written on the command line.
+        """The fault as it is written on the command line.
 
         >>> parse_fault("kill:step=5,rank=2+3").text
         'kill:rank=2+3,step=5'
@@ -241,20 +251,20 @@ class Fault:
         return self.kind + (":" + ",".join(words) if words else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; only what is not as usual."""
+        """The fault as JSON values; keys that have their default value are left out."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        kept = {key: value for key, value in values.items() if key in ("kind", "id") or self._is_said(key, value)}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+        shown = {key: value for key, value in values.items() if key in ("kind", "id") or self._is_said(key, value)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in shown.items()}
 
     def _is_said(self, key: str, value: Any) -> bool:
-        """Whether a key is written out: where it is not as usual, and whom of the peers it hits."""
-        usual = _usual_values(self.kind, self.of)
-        unset = usual[key] if key in usual else next(item.default for item in fields(Fault) if item.name == key)
+        """True for a key that is written out: one that differs from its default, and always the peers that are hit."""
+        defaults = _usual_values(self.kind, self.of)
+        unset = defaults[key] if key in defaults else next(item.default for item in fields(Fault) if item.name == key)
         return bool(value != unset or (key == "peer" and value))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
-        """The fault that `to_dict` wrote; raises UserError for anything else."""
+        """Read the fault that `to_dict` wrote; raises UserError for anything else."""
         words = {key: _value_text(tuple(v) if isinstance(v, list) else v) for key, v in values.items()}
         kind, number = words.pop("kind", ""), words.pop("id", "0")
         return parse_fault(
@@ -265,7 +275,7 @@ class Fault:
 
 
 def parse_fault(text: str, *, id: int = 0, kinds: Mapping[str, FaultKind] = FAULT_KINDS) -> Fault:
-    """A fault from `kind:key=value,key=value`; raises UserError that says what can be written."""
+    """Parse `kind:key=value,key=value`; raises UserError that names the valid choices."""
     kind, _, rest = text.strip().partition(":")
     if kind not in kinds:
         close = nearest(kind, kinds)
@@ -274,29 +284,29 @@ def parse_fault(text: str, *, id: int = 0, kinds: Mapping[str, FaultKind] = FAUL
             f"{kind[:40]!r} is not a fault that can be injected",
             fix=f"did you mean {close}?" if close else f"use one of {', '.join(kinds)}",
         )
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for word in (word for word in rest.split(",") if word.strip()):
         key, equals, value = word.partition("=")
         name = "how" if kind == "lie" and key.strip() == "kind" else key.strip()
-        given[_check_key(text, kind, name, bool(equals), kinds[kind].keys)] = value.strip()
+        texts[_check_key(text, kind, name, bool(equals), kinds[kind].keys)] = value.strip()
     of = kinds[kind]
-    values = {**_usual_values(kind, of), **{key: _read_value(text, of, key, value) for key, value in given.items()}}
+    values = {**_usual_values(kind, of), **{key: _read_value(text, of, key, value) for key, value in texts.items()}}
     _check_fault(text, of, values)
     return Fault(kind=kind, id=id, **values)
 
 
 def parse_faults(texts: Iterable[str], *, kinds: Mapping[str, FaultKind] = FAULT_KINDS) -> tuple[Fault, ...]:
-    """Numbered faults; all mistakes are reported at once."""
-    found: list[Fault] = []
+    """Parse and number the faults; raises one UserError with all mistakes."""
+    faults: list[Fault] = []
     problems: list[Problem] = []
     for number, text in enumerate(texts):
         try:
-            found.append(parse_fault(text, id=number, kinds=kinds))
+            faults.append(parse_fault(text, id=number, kinds=kinds))
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(problems)
-    return tuple(found)
+    return tuple(faults)
 
 
 def _check_key(text: str, kind: str, key: str, has_value: bool, allowed: tuple[str, ...]) -> str:
@@ -311,27 +321,29 @@ def _check_key(text: str, kind: str, key: str, has_value: bool, allowed: tuple[s
 
 
 def _usual_values(kind: str, of: FaultKind) -> dict[str, Any]:
-    """What is meant when nothing is said."""
-    usual: dict[str, Any] = {}
+    """The default values of the keys of a kind, for keys that are not written."""
+    defaults: dict[str, Any] = {}
     if "peer" in of.keys:
-        usual["peer"] = (2,)
+        defaults["peer"] = (2,)
     if "skew_s" in of.keys:
-        usual["skew_s"] = -1e8  # three years behind
+        # About three years behind.
+        defaults["skew_s"] = -1e8
     if "rank" in of.keys:
-        usual["rank"] = (1,)
+        defaults["rank"] = (1,)
     if of.host:
-        usual["host"] = 1
+        defaults["host"] = 1
     if of.hows:
-        usual["how"] = of.hows[0]
-    if "for_s" in of.keys and kind not in ("hang", "mute", "kill", "leave"):  # those last
-        usual["for_s"] = 5.0
+        defaults["how"] = of.hows[0]
+    # For these kinds the default is 0: they last.
+    if "for_s" in of.keys and kind not in ("hang", "mute", "kill", "leave"):
+        defaults["for_s"] = 5.0
     if "sleep_s" in of.keys:
-        usual["sleep_s"] = 0.1
+        defaults["sleep_s"] = 0.1
     if "share" in of.keys:
-        usual["share"] = 0.75 if kind == "busy-core" else 0.05
+        defaults["share"] = 0.75 if kind == "busy-core" else 0.05
     if kind == "crash-loop":
-        usual |= {"times": EVERY_TIME, "point": "init"}
-    return usual
+        defaults |= {"times": EVERY_TIME, "point": "init"}
+    return defaults
 
 
 def _read_value(text: str, of: FaultKind, key: str, value: str) -> Any:
@@ -368,7 +380,7 @@ def _whole_number(value: str, key: str) -> int:
 
 
 def _rank_list(value: str, key: str) -> tuple[int, ...]:
-    return tuple(_whole_number(part, key) for part in value.split("+"))
+    return tuple(_whole_number(number, key) for number in value.split("+"))
 
 
 def _seconds_value(value: str, key: str) -> float:

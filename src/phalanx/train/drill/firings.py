@@ -1,4 +1,7 @@
-"""What was fired: one small file per firing, on the disk before the fault acts, so that a kill leaves its own trace."""
+"""The record of the faults that were injected: one small file per firing in the run's folder `drill/`.
+
+Each file is on the disk before its fault acts, so that a kill is recorded too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Firing:
-    """One firing of a fault. `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where it does not apply."""
+    """One injection of a fault.
+
+    `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where a field does not apply.
+    """
 
     id: int
     kind: str
@@ -37,34 +43,34 @@ class Firing:
 
 
 def schedule_path(run: Run) -> Path:
-    """The faults to inject, for the ranks to read."""
+    """The file drill.json of a run: the faults to inject, which the ranks read."""
     return run.path / "drill.json"
 
 
 def firings_folder(run: Run) -> Path:
-    """Where firings are noted."""
+    """The folder that holds the firings of a run."""
     return run.path / "drill"
 
 
 def write_schedule(run: Run, faults: Sequence[Fault]) -> None:
-    """Before the launch: the faults, and the folder for what was fired."""
+    """Write drill.json and make the folder for firings; called before the launch."""
     firings_folder(run).mkdir(exist_ok=True)
     text = json.dumps({"v": VERSION, "faults": [fault.to_dict() for fault in faults]}, indent=1) + "\n"
     replace_text(schedule_path(run), text)
 
 
 def read_schedule(run: Run) -> tuple[Fault, ...]:
-    """The faults of a drill."""
+    """Return the faults in a run's drill.json."""
     return tuple(Fault.from_dict(values) for values in read_json(schedule_path(run)).get("faults", ()))
 
 
 def start_clock(run: Run) -> None:
-    """Faults with `at_s` count from now: the driver says so at the first step."""
+    """Record now as the time from which `at_s` of faults counts; the driver calls it at the first step."""
     replace_text(firings_folder(run) / "clock.json", json.dumps({"t_s": time.time()}))
 
 
 def drill_clock(run: Run) -> float | None:
-    """Unix time of the first step, once it is known."""
+    """Return the Unix time of the first step, or None before that step."""
     try:
         return float(load_json(firings_folder(run) / "clock.json")["t_s"])
     except (OSError, ValueError, KeyError):
@@ -72,9 +78,9 @@ def drill_clock(run: Run) -> float | None:
 
 
 def claim_firing(run: Run, fault: Fault, *, whom: int = -1, **where: Any) -> bool:
-    """Whether this firing is ours: its file is made now, once, and is on the disk before this returns.
+    """Create the file of this firing and sync it to disk; False when it was claimed before and must not act again.
 
-    `whom` tells the ranks of a fault that hits several apart; a fault with `times` has so many files.
+    `whom` distinguishes the ranks of a fault that hits several; a fault with `times` may be claimed that many times.
     """
     fired = Firing(id=fault.id, kind=fault.kind, t_s=time.time(), monotonic_s=time.monotonic(), **where)
     for count in range(fault.times):
@@ -93,19 +99,22 @@ def claim_firing(run: Run, fault: Fault, *, whom: int = -1, **where: Any) -> boo
 
 
 def read_firings(run: Run) -> list[Firing]:
-    """Every firing, oldest first."""
+    """Return every firing, oldest first."""
     return new_firings(run, set())
 
 
 def new_firings(run: Run, seen: set[str]) -> list[Firing]:
-    """Firings whose files are not in `seen`, oldest first, and put there; a file that a kill left empty is left out."""
-    found = []
+    """Return the firings whose files are not in `seen`, oldest first, and add these files to `seen`.
+
+    A file that a kill left empty is skipped.
+    """
+    fired = []
     for path in firings_folder(run).glob("fired-*.json"):
         if path.name in seen:
             continue
         try:
-            found.append(from_message(Firing, load_json(path)))
+            fired.append(from_message(Firing, load_json(path)))
         except (ValueError, OSError):
             continue
         seen.add(path.name)
-    return sorted(found, key=lambda fired: fired.t_s)
+    return sorted(fired, key=lambda firing: firing.t_s)

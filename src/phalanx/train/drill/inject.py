@@ -1,4 +1,4 @@
-"""Faults from inside a rank: the hooks of a drill, which kill, stop, slow, poison or damage the process they run in."""
+"""Inject faults from inside a rank: the hooks of a drill kill, stop, slow, poison or damage their own process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ FILE_BYTES = 4096  # longest file, when the disk is to be full
 
 
 class DrillFault(RuntimeError):
-    """Raised on purpose: `--fault raise`."""
+    """The exception that the fault `raise` raises on purpose."""
 
 
 class Injector(DrillHooks):
-    """The hooks of one rank in a drill; it lives as long as the process, and generation and rank change under it."""
+    """The drill hooks of one rank.
+
+    It lives as long as the process, while the process's generation and rank number change.
+    """
 
     records_samples = True
 
@@ -52,25 +55,25 @@ class Injector(DrillHooks):
 
     @classmethod
     def of(cls, run: Run, *, rank: int, slot: int) -> Injector:
-        """With the faults of the run's drill.json."""
+        """Make the injector with the faults of the run's drill.json."""
         return cls(run, firings.read_schedule(run), rank=rank, slot=slot)
 
     # ---- the hooks -------------------------------------------------------------------------------------------------
 
     def joining(self, generation: int, rank: int, world: int) -> None:
-        """Before this rank of a new generation meets the others; `world` counts the ranks of the job."""
+        """Act before this rank of a new generation joins the process group; `world` counts the ranks of the job."""
         self._generation, self._rank, self._world, self._step = generation, rank, world, -1
         self._held = {}
         self._act_at("init")
 
     def restoring(self, generation: int, rank: int) -> None:
-        """Before it takes up its state."""
+        """Act before the rank restores its state."""
         self._generation, self._rank = generation, rank
         if generation > 1:
             self._act_at("restore")
 
     def step_begins(self, step: int) -> None:
-        """Before the batch is fetched."""
+        """Act before the batch of a step is fetched."""
         now = time.monotonic()
         if self._began_s:
             self._step_s = now - self._began_s
@@ -78,18 +81,22 @@ class Injector(DrillHooks):
         self._act_at("step")
         for fault in self._due_faults("collective"):
             self._in_a_moment(fault)
-        for fault in self._due_faults("rest"):  # what rotted since the last update: nobody has read it in between
+        # Damage at rest, since the last update: no code has read the state in between.
+        for fault in self._due_faults("rest"):
             if fault.how in self._held and self._claim_fault(fault):
                 _flip_state(self._held[fault.how], seed=fault.seed)
         self._sleep_slowed()
         self._began_s = time.monotonic()
 
     def targets(self, step: int, targets: torch.Tensor) -> torch.Tensor:
-        """In a replay none counts where the model replica of this rank had been left out."""
+        """Return the targets.
+
+        In a replay all are ignored where the model replica of this rank was left out of the step.
+        """
         return torch.full_like(targets, IGNORED) if self._rank in self._left_out.get(str(step), ()) else targets
 
     def gradients(self, step: int, grads: Sequence[torch.Tensor]) -> None:
-        """The summed gradients this rank holds, before their norm is agreed on."""
+        """Spoil the summed gradients of this rank, before the norm is computed across ranks."""
         for fault in self._due_faults("gradient"):
             filled = [grad for grad in grads if grad.numel()]
             if filled and self._claim_fault(fault):
@@ -102,14 +109,14 @@ class Injector(DrillHooks):
                     _flip_bit(filled, seed=fault.seed)
 
     def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
-        """After the optimizer, before the digest and the copy in memory."""
+        """Spoil the weights after the optimizer step, before the digest and the in-memory checkpoint are made."""
         self._held = {"weight": weights, "moment": moments}
         for fault in self._due_faults("update"):
             if self._claim_fault(fault):
                 _flip_state(weights, seed=fault.seed)
 
     def save_point(self, name: str) -> None:
-        """A point of `checkpoint.save`, perhaps in its thread."""
+        """Act at a named point of a checkpoint save, which may run in a thread; raises OSError for a full disk."""
         self._act_at(f"save-{name}")
         if name == "begin":
             for fault in self._due_faults("disk"):
@@ -122,7 +129,7 @@ class Injector(DrillHooks):
             raise OSError(errno.ENOSPC, "No space left on device (drill)")
 
     def heartbeat_allowed(self) -> bool:
-        """Whether this rank may say that it lives."""
+        """False while the fault `mute` suppresses this rank's heartbeats."""
         return time.monotonic() >= self._muted_until
 
     # ---- which fault is due ----------------------------------------------------------------------------------------
@@ -145,10 +152,13 @@ class Injector(DrillHooks):
         return self._clock is not None and time.time() >= self._clock + at_s
 
     def _target_rank(self, fault: Fault) -> int | None:
-        """Which of the fault's ranks we are; numbers beyond the world count round, so that a shrunken job is hit."""
+        """Return the number in `fault.rank` that means this rank, or None.
+
+        Numbers count modulo the world size, so that a shrunken job is hit too.
+        """
         if fault.slot is not None:
             return fault.slot if fault.slot == self._slot else None
-        # Not torch's world size: where lost replicas are left out, each of them is a world of its own.
+        # Not torch's world size: where lost replicas are left out, each replica is its own process group.
         world = self._world if dist.is_initialized() else 0
         return next((rank for rank in fault.rank if (rank % world if world else rank) == self._rank), None)
 
@@ -156,7 +166,8 @@ class Injector(DrillHooks):
         whom = self._target_rank(fault)
         if whom is None or (fault.id, whom) in self._over:
             return False
-        if fault.times == 1:  # whoever fires it: it need not be asked for again
+        # Whichever process fires it, this one need not try again.
+        if fault.times == 1:
             self._over.add((fault.id, whom))
         return firings.claim_firing(
             self._run,
@@ -182,7 +193,8 @@ class Injector(DrillHooks):
             case "kill" | "crash-loop":
                 kill_self()
             case "hang":
-                os.kill(os.getpid(), signal.SIGSTOP)  # the driver wakes it, if it is to wake
+                # The driver sends SIGCONT where the fault has a length.
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "mute":
                 self._muted_until = time.monotonic() + (fault.for_s or 1e9)
             case "slow":
@@ -195,7 +207,7 @@ class Injector(DrillHooks):
                 raise DrillFault(f"drill: fault {fault.id} raised on rank {self._rank}")
 
     def _in_a_moment(self, fault: Fault) -> None:
-        """From a thread, while the step is in its collectives."""
+        """Inject the fault from a timer thread, while the step is in its collectives."""
 
         def strike() -> None:
             if self._claim_fault(fault):
@@ -212,7 +224,7 @@ class Injector(DrillHooks):
 
 
 def _hook_point(fault: Fault) -> str:
-    """The hook that a fault belongs to."""
+    """Return the name of the hook at which a fault acts."""
     match fault.kind:
         case "nan" | "zero":
             return "gradient"
@@ -220,17 +232,18 @@ def _hook_point(fault: Fault) -> str:
             return "rest" if fault.how in ("weight", "moment") else fault.how
         case "disk-full":
             return "disk"
-    return fault.point or "step"  # of a crash loop: `init`, unless another was named
+    # A crash loop acts at `init`, unless its point is named.
+    return fault.point or "step"
 
 
 def kill_self() -> NoReturn:
-    """End this process as a power cut would: nothing is flushed, nobody is told."""
+    """End this process as a power cut would: nothing is flushed and no peer is notified."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
 
 
 def break_device() -> None:
-    """A device-side assertion: the CUDA context of this process is lost, the other processes of the GPU go on."""
+    """Fail a device-side assertion: this process loses its CUDA context; other processes on the GPU continue."""
     if not torch.cuda.is_initialized():
         raise RuntimeError("CUDA error: device-side assert triggered (drill)")
     torch._assert_async(torch.zeros(1, device="cuda"))
@@ -238,7 +251,7 @@ def break_device() -> None:
 
 
 def exhaust_memory(*, really: bool) -> None:
-    """MemoryError; `really` lets the allocator find out that there is none."""
+    """Raise MemoryError; with `really` the allocator fails under a real limit of the address space."""
     if not really:
         raise MemoryError("drill: out of memory")
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -246,17 +259,17 @@ def exhaust_memory(*, really: bool) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM_BYTES, before[1]))
     try:
-        # More than all that the process may address: an allocator that has reserved some of it ahead (mimalloc, which
-        # is torch's own on arm64 since 2.10, does so by the gigabyte) has no room for this either.
+        # More than the whole address space allowed: an allocator that has reserved some of it ahead (mimalloc,
+        # which torch uses on arm64 since 2.10, reserves gigabytes) has no room for this either.
         torch.empty(used_bytes + 4 * ROOM_BYTES, dtype=torch.uint8).fill_(1)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def limit_files(*, for_s: float) -> None:
-    """No file of this process may grow beyond a page, for a while: what a full disk does to a writer."""
+    """Limit every file of this process to one page for `for_s` seconds, as a full disk does to a writer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A second fault would take the first one's limit for what was there before, and leave it so for good.
+    # A second fault would otherwise take the first one's limit for the original, and restore that for good.
     soft = before[0] if before[0] != FILE_BYTES else before[1]
     restore: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))  # noqa: E731
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, before[1]))
@@ -271,7 +284,7 @@ def _flip_state(shards: Sequence[TensorShard], *, seed: int) -> None:
 
 @torch.no_grad()
 def _flip_bit(tensors: Sequence[torch.Tensor], *, seed: int) -> None:
-    """One bit of one element, all chosen by the seed; the element is written back through the tensor's own strides."""
+    """Flip one bit of one element, all chosen by the seed; the element is written back through the tensor's strides."""
     if not tensors:
         return
     draw = random.Random(seed)

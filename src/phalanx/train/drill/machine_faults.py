@@ -1,7 +1,7 @@
-"""Faults of the machine under a run: a full or read-only disk, strangers at its ports, a core that others use.
+"""Faults of the machine under a run: a full or read-only disk, connections from strangers, a core that is shared.
 
-All are real. A disk is filled, or made read-only for root, only where the drill mounted a small file system of its own
-(`SmallDisk`): nobody's disk is filled by a drill.
+All are real. A disk is filled, or made read-only for root, only where the drill mounted a small file system itself
+(`SmallDisk`): a drill never fills a disk that others use.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from phalanx.errors import Problem, SystemFailure
 
 BALLAST = "ballast"  # the file that fills a disk
 STRANGERS = 20_000
-STRANGERS_S = 10.0  # on a busy machine so many connections take longer than the 3 s of an idle one
-KEPT_OPEN = 256  # descriptors that stay free for the drill itself
-PERIOD_S = 0.04  # of a core that others use: about what a scheduler deals out
+# On a busy machine so many connections take longer than the 3 s of an idle one.
+STRANGERS_S = 10.0
+# File descriptors that stay free for the drill itself.
+KEPT_OPEN = 256
+# Of a core that others use: about the length of a scheduler's turn.
+PERIOD_S = 0.04
 MOUNT_TIMEOUT_S = 10.0
 
 
 class SmallDisk:
-    """A file system of its own, so small that it can be filled; a context that takes it away again. Needs root."""
+    """A context that mounts a file system so small that it can be filled, and unmounts it at the end. Needs root."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder, self._size_bytes = folder, size_bytes
@@ -44,7 +47,7 @@ class SmallDisk:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Lazy: whoever still has a file open on it keeps that file, and the folder is free.
+        # Lazy: processes that have a file open on it keep that file, and the folder is free at once.
         subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, timeout=MOUNT_TIMEOUT_S)
 
 
@@ -63,63 +66,68 @@ def _mount_refused(why: str) -> SystemFailure:
 
 
 def fill_disk(folder: Path) -> int | None:
-    """Fill the file system of a folder to its last byte; bytes that it took, None where it is not the drill's own."""
+    """Fill the file system of a folder to its last byte; the bytes written, None where the drill did not mount it."""
     if not os.path.ismount(folder):
         return None
-    taken, chunk = 0, 1 << 20
+    written_bytes, chunk = 0, 1 << 20
     with open(folder / BALLAST, "ab", buffering=0) as file:
         while chunk:
             try:
-                taken += file.write(bytes(chunk))
+                written_bytes += file.write(bytes(chunk))
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                chunk //= 2  # what is left is less than this
-    return taken
+                # Less than this is free.
+                chunk //= 2
+    return written_bytes
 
 
 def free_disk(folder: Path) -> None:
-    """Take the ballast away."""
+    """Delete the ballast file, so that the disk has space again."""
     (folder / BALLAST).unlink(missing_ok=True)
 
 
 def set_writable(folder: Path, writable: bool) -> bool:
-    """Whether a folder could be made read-only, or writable again: by its mode, and for root by its mount."""
+    """Make a folder read-only or writable, by its mode, or for root by its mount; False where that is impossible."""
     if os.geteuid() != 0:
         folder.chmod(0o755 if writable else 0o555)
         return True
     if not os.path.ismount(folder):
         return False
-    with suppress(SystemFailure):  # busy: somebody is writing to it
+    # Busy: another process is writing to it.
+    with suppress(SystemFailure):
         _run_mount(["-o", f"remount,{'rw' if writable else 'ro'}", str(folder)])
         return True
     return False
 
 
-# Ports that processes of a run listen on, and strangers who come to them.
+# The ports on which processes of a run listen, and connections from strangers to them.
 
 
 def listening_ports(pids: Sequence[int]) -> list[tuple[str, int]]:
-    """Addresses on which these processes take TCP connections, as the kernel tells."""
+    """Return the addresses on which these processes accept TCP connections, from /proc."""
     sockets = set()
     for pid in pids:
         with suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     sockets.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    found = []
+    addresses = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
                 words = line.split()
                 if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:  # LISTEN
                     address, _, port = words[1].partition(":")
-                    found.append((_parse_address(address, family), int(port, 16)))
-    return sorted(set(found))
+                    addresses.append((_parse_address(address, family), int(port, 16)))
+    return sorted(set(addresses))
 
 
 def _parse_address(text: str, family: int) -> str:
-    """An address of /proc/net/tcp, where each four bytes are in the order of the machine; the loopback for "any"."""
+    """Parse an address of /proc/net/tcp, whose 4-byte groups are in the machine's byte order.
+
+    Returns the loopback for the address "any".
+    """
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     if not any(raw):
         return "127.0.0.1" if family == socket.AF_INET else "::1"
@@ -127,29 +135,30 @@ def _parse_address(text: str, family: int) -> str:
 
 
 def send_strangers(ports: Sequence[tuple[str, int]], *, count: int = STRANGERS, for_s: float = STRANGERS_S) -> int:
-    """Connections without a word said, as many at once as this process may have; how many were made."""
+    """Open connections that send nothing, as many at once as this process may have; returns how many were opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(16, soft - KEPT_OPEN)
     until_s = time.monotonic() + for_s
     waiting: deque[socket.socket] = deque()
-    made = 0
+    opened = 0
     for number in range(count if ports else 0):
         if time.monotonic() > until_s:
             break
         address, port = ports[number % len(ports)]
-        one = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        one.setblocking(False)  # one whose packets are dropped would keep us for minutes
-        made += one.connect_ex((address, port)) in (0, errno.EINPROGRESS)
-        waiting.append(one)
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        # A blocking connect whose packets are dropped would take minutes.
+        connection.setblocking(False)
+        opened += connection.connect_ex((address, port)) in (0, errno.EINPROGRESS)
+        waiting.append(connection)
         if len(waiting) >= most:
             waiting.popleft().close()
-    for one in waiting:
-        one.close()
-    return made
+    for connection in waiting:
+        connection.close()
+    return opened
 
 
 class BusyCore:
-    """A process that gets its core for a share of the time only; `close` gives it back."""
+    """Let a process run for only a share of the time, by SIGSTOP and SIGCONT, until `close`."""
 
     def __init__(self, pid: int, share: float) -> None:
         self._pid, self._share, self._over = pid, share, threading.Event()
@@ -157,7 +166,7 @@ class BusyCore:
         self._thread.start()
 
     def close(self) -> None:
-        """Let it run."""
+        """Let the process run freely again."""
         self._over.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces of one machine, joined by a bridge: cables that can be pulled, slowed and made lossy."""
+"""Simulate hosts as network namespaces of one machine, joined by a bridge, whose links can be cut, slow or lossy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from types import TracebackType
 
 from phalanx.errors import Problem, SystemFailure
 
-SUBNET = "10.213.77"  # private, and only inside the namespaces
-DEVICE = "eth0"  # of every host
+# A private range, used only inside the namespaces.
+SUBNET = "10.213.77"
+DEVICE = "eth0"  # in every host's namespace
 TIMEOUT_S = 10.0
-# Where the kernel has no netem: a token bucket this narrow delays, and one with a queue this short loses packets.
+# For kernels without netem: a token bucket with this low rate delays packets, one with this short queue loses some.
 NARROW = ("tbf", "rate", "20mbit", "burst", "16kb", "latency", "400ms")
 SHORT = ("tbf", "rate", "100mbit", "burst", "16kb", "limit", "17kb")
 
 
 class DrillNetwork:
-    """`hosts` namespaces and a switch; a context that takes them away again."""
+    """A context that makes one namespace per host and one for the switch, and removes them at the end."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -46,30 +47,30 @@ class DrillNetwork:
         self._stack.close()
 
     def prefix(self, host: int) -> tuple[str, ...]:
-        """The command that runs another one on a host."""
+        """Return the command prefix that runs a command on a host."""
         return ("ip", "netns", "exec", self._host_name(host))
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """Return the IP address of a host."""
         return f"{SUBNET}.{host + 1}"
 
     def cut(self, host: int) -> None:
-        """Pull the cable."""
+        """Cut the link of a host."""
         self._run_ip("-n", self._switch_name, "link", "set", f"port{host}", "down")
 
     def heal(self, host: int) -> None:
-        """Plug it in again, and make it quick and sound."""
+        """Restore the link of a host, with full speed and without loss."""
         self._run_ip("-n", self._switch_name, "link", "set", f"port{host}", "up")
         for space, device in self._link_ends(host):
             with suppress(subprocess.SubprocessError):
                 self._run_tc("-n", space, "qdisc", "del", "dev", device, "root")
 
     def slow(self, host: int, delay_s: float) -> str:
-        """Let packets arrive late; says how."""
+        """Delay the packets of a host by `delay_s`; returns the traffic-control arguments that were used."""
         return self._shape_link(host, ("netem", "delay", f"{delay_s * 1000:.0f}ms"), NARROW)
 
     def lose(self, host: int, share: float) -> str:
-        """Lose packets; says how."""
+        """Lose a share of the packets of a host; returns the traffic-control arguments that were used."""
         return self._shape_link(host, ("netem", "loss", f"{share * 100:.2f}%"), SHORT)
 
     def _shape_link(self, host: int, wanted: tuple[str, ...], instead: tuple[str, ...]) -> str:
@@ -123,8 +124,8 @@ def _run_command(*words: str) -> None:
 
 
 def _error_text(error: subprocess.SubprocessError) -> str:
-    said = getattr(error, "stderr", b"") or b""
-    return said.decode("utf-8", "replace").strip().splitlines()[-1] if said.strip() else str(error)
+    stderr = getattr(error, "stderr", b"") or b""
+    return stderr.decode("utf-8", "replace").strip().splitlines()[-1] if stderr.strip() else str(error)
 
 
 def _network_refused(what: str) -> SystemFailure:

@@ -1,4 +1,4 @@
-"""What came of each fault: how long it took to notice and to recover from, what it cost, and what that proves."""
+"""The outcome of each injected fault: how long until it was noticed and recovered from, and the work it cost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from phalanx.train.drill.step_history import DrillHistory, GenerationHistory, St
 from phalanx.units import plural
 
 LEFT_OUT_S = 1.0  # the coordinator decides on a failure and on who is left out in one go; its clock is one
-TAKES_HOST = ("host", "freeze", "partition")  # out of reach of the others, with all that its memory holds
+# Faults after which the other hosts cannot reach this one or anything in its memory.
+TAKES_HOST = ("host", "freeze", "partition")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOutcome:
-    """One firing and what came of it; None where nothing of the kind followed."""
+    """One firing and what followed from it; None where nothing of the kind followed."""
 
     fault: str  # as on the command line
     kind: str
@@ -33,53 +34,64 @@ class FaultOutcome:
     note: str
     detected_s: float | None  # until an incident was noticed
     blamed: int | None  # the rank that the incident names
-    recovered_s: float | None  # until all ranks of a later generation had committed a step, or the other replicas one
-    steps_lost: int | None  # held in memory on all ranks, and yet behind what was restored
-    steps_redone: int | None  # finished by all ranks, not yet held, and done again
-    source: str  # of that restore: memory, disk or start; "left out": the others trained on without the replica
-    world: int | None  # ranks afterwards
-    judged: bool = True  # False: nobody noticed it, and the run ended before somebody had to
+    # Until all ranks of a later generation had committed a step, or the other replicas had one without this rank.
+    recovered_s: float | None
+    # Steps whose in-memory checkpoints were held on all ranks, and that are still behind the restored step.
+    steps_lost: int | None
+    # Steps that all ranks finished, that were not held yet and were done again.
+    steps_redone: int | None
+    # Of that restore: memory, disk or start; "left out": the other replicas trained on without this one.
+    source: str
+    world: int | None  # number of ranks afterwards
+    # False: it was not noticed, and the run ended before it had to be.
+    judged: bool = True
 
 
 def fault_outcomes(
     history: DrillHistory, faults: Sequence[Fault], firings: Sequence[Firing], *, patience_s: float = 0.0
 ) -> list[FaultOutcome]:
-    """Every firing in the order of time; a fault may go unnoticed for `patience_s`."""
+    """Return the outcome of every firing in the order of time; a fault may go unnoticed for `patience_s`."""
     texts = {fault.id: fault.text for fault in faults}
     end_s = float(history.end["t"]) if history.end is not None else inf
     incidents = _match_incidents(history, firings, patience_s)
-    found = [_fault_outcome(history, one, incidents.get(at), texts) for at, one in enumerate(firings)]
+    outcomes = [_fault_outcome(history, firing, incidents.get(at), texts) for at, firing in enumerate(firings)]
     late_s = end_s - patience_s
     return [
-        replace(one, judged=not (_must_be_noticed(one) and one.detected_s is None and one.fired_s >= late_s))
-        for one in found
+        replace(
+            outcome, judged=not (_must_be_noticed(outcome) and outcome.detected_s is None and outcome.fired_s >= late_s)
+        )
+        for outcome in outcomes
     ]
 
 
 def _must_be_noticed(one: FaultOutcome) -> bool:
-    """Whether somebody must recover from it; what passes by itself (`for_s`) may pass before it is noticed."""
+    """True for a fault that requires a recovery; one with `for_s` may pass before it is noticed."""
     return FAULT_KINDS[one.kind].ends and "for_s=" not in one.fault
 
 
 def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: float, drawn: bool = False) -> Verdict:
-    """Whatever somebody must recover from was noticed, and a wrong number's rank named.
+    """Judge whether every fault that requires a recovery was noticed, and the rank of a flipped bit named.
 
-    A fault that was neither noticed nor had `patience_s` until the end of the run could not be judged, and with it the
-    whole claim; of faults that were `drawn` by chance one that could be judged is enough. Of the faults that were
-    `asked` for some must have fired: a drill without any proves nothing.
+    A fault that was neither noticed nor had `patience_s` until the end of the run cannot be judged, and with it the
+    whole claim; of faults that were `drawn` at random one that can be judged is enough. If `asked` is not 0, some
+    fault must have fired: a drill without any proves nothing.
     """
     name = "every fault was noticed"
-    must = [one for one in found if _must_be_noticed(one) and one.judged]
-    late = [one for one in found if not one.judged]
-    wrong = [f"{one.fault} was not noticed" for one in must if one.detected_s is None]
-    flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
-    wrong += [f"{one.fault} was attributed to rank {one.blamed}" for one in flips if one.blamed != one.rank]
+    must = [outcome for outcome in found if _must_be_noticed(outcome) and outcome.judged]
+    late = [outcome for outcome in found if not outcome.judged]
+    wrong = [f"{outcome.fault} was not noticed" for outcome in must if outcome.detected_s is None]
+    flips = [outcome for outcome in must if outcome.kind == "flip" and outcome.blamed is not None]
+    wrong += [
+        f"{outcome.fault} was attributed to rank {outcome.blamed}"
+        for outcome in flips
+        if outcome.blamed != outcome.rank
+    ]
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')}"
     if asked and not found:
         wrong, text = ["nothing was tried"], f"0 of {plural(asked, 'fault')} fired"
     elif not must and not late:
-        passes = sum(FAULT_KINDS[one.kind].ends for one in found)
-        counts = ((len(found) - passes, "harmless"), (passes, "that pass by themselves"))
+        passing = sum(FAULT_KINDS[outcome.kind].ends for outcome in found)
+        counts = ((len(found) - passing, "harmless"), (passing, "that pass by themselves"))
         why_none = ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
         text = f"no fault fired that needs noticing: {why_none}"
     if wrong or not late:
@@ -95,34 +107,36 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
 
 
 def _match_incidents(history: DrillHistory, firings: Sequence[Firing], patience_s: float) -> dict[int, Event]:
-    """The incident in which each firing was noticed, by its place in `firings`; none for those that nobody noticed.
+    """Return the incident in which each firing was noticed, by index in `firings`; firings not noticed are missing.
 
-    An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
-    noticed was over, to all: processes fail together, and the first that is found is named. A fault that is older than
-    that gets an incident only where no newer fault explains it. A rank that hangs on a host that is then frozen or lost
-    is noticed with its host, however long that takes: whoever would have told of it is gone.
+    An incident belongs to the faults whose rank or host it names, and to all faults that came before it and were not
+    yet due to be noticed: processes fail together, and only the first that is detected is named. An older fault gets
+    an incident only where no newer fault explains it. A rank that hangs on a host that is then frozen or lost is
+    noticed with its host, however long that takes: no process is left to report it.
     """
-    waiting = {at: one for at, one in enumerate(firings) if FAULT_KINDS[one.kind].ends}
-    found: dict[int, Event] = {}
-    owned: set[int] = set()  # incidents that a fault explains
-    reported = sorted([*history.incidents, *history.replacements], key=lambda one: float(one["t"]))
+    waiting = {at: firing for at, firing in enumerate(firings) if FAULT_KINDS[firing.kind].ends}
+    noticed: dict[int, Event] = {}
+    owned: set[int] = set()  # indices of incidents that a fault explains
+    reported = sorted([*history.incidents, *history.replacements], key=lambda event: float(event["t"]))
     for by_name in (True, False):
         for number, incident in enumerate(reported):
             before = [
                 at
-                for at, one in waiting.items()
-                if at not in found
-                and one.t_s <= float(incident["t"])
-                and _generation_of(history, one) <= int(incident.get("epoch", -1))
-                and (_names_firing(history, incident, one) or not by_name)
+                for at, firing in waiting.items()
+                if at not in noticed
+                and firing.t_s <= float(incident["t"])
+                and _generation_of(history, firing) <= int(incident.get("epoch", -1))
+                and (_names_firing(history, incident, firing) or not by_name)
             ]
             near = [at for at in before if _noticed_s(incident) - firings[at].t_s <= patience_s]
             newest = max(before, key=lambda at: firings[at].t_s, default=None)
-            mine = near or ([newest] if newest is not None and number not in owned else [])
-            mine = [*mine, *_gone_with_host(history, incident, firings, before, patience_s)] if mine else []
-            found |= dict.fromkeys(mine, incident)
-            owned |= {number} if mine else set()
-    return found
+            explained = near or ([newest] if newest is not None and number not in owned else [])
+            explained = (
+                [*explained, *_gone_with_host(history, incident, firings, before, patience_s)] if explained else []
+            )
+            noticed |= dict.fromkeys(explained, incident)
+            owned |= {number} if explained else set()
+    return noticed
 
 
 def _names_firing(history: DrillHistory, incident: Event, one: Firing) -> bool:
@@ -135,7 +149,7 @@ def _names_firing(history: DrillHistory, incident: Event, one: Firing) -> bool:
 def _gone_with_host(
     history: DrillHistory, incident: Event, firings: Sequence[Firing], before: Sequence[int], patience_s: float
 ) -> list[int]:
-    """Faults of ranks whose host was hit before their time to be noticed was over, where this incident is its loss."""
+    """Return faults of ranks whose host was hit before they had to be noticed, where this is the host's loss."""
     if not _is_host_lost(incident):
         return []
     host = incident.get("host")
@@ -155,7 +169,7 @@ def _is_host_lost(incident: Event) -> bool:
 
 
 def _host_of(history: DrillHistory, one: Firing) -> str:
-    """The host of a rank, as the run calls it."""
+    """Return the name of the host of the firing's rank, as the run's events write it."""
     generation = history.generation(_generation_of(history, one))
     return (
         next((member.host for member in generation.members if member.rank == one.rank), "")
@@ -177,17 +191,23 @@ def _fault_outcome(
     later = None
     left_out = _left_out_event(history, incident) if incident is not None else None
     if incident is not None and left_out is None:
-        # A process that is replaced while a generation is made takes its place in that one.
+        # A process that is replaced while a generation forms joins that generation.
         ended = int(incident.get("epoch", generation)) - (incident["event"] == "replacement")
         later = _next_generation(history, fired, ended)
     first = _first_step(later)
     lost = redone = None
     if later is not None:
-        held = [one.held for one in later.undone if not _went_with_host(history, fired, one.generation, later)]
-        lost = max(0, max(held, default=0) - later.restore_step)
-        redone = sum(one.complete for one in later.undone)  # one that was cut short was never done
+        held_steps = [
+            execution.held
+            for execution in later.undone
+            if not _went_with_host(history, fired, execution.generation, later)
+        ]
+        lost = max(0, max(held_steps, default=0) - later.restore_step)
+        # A step that was cut short was never done.
+        redone = sum(execution.complete for execution in later.undone)
     if left_out is not None:
-        lost = redone = 0  # the others hold the newest state, and repeat the step that came to nothing
+        # The other replicas hold the newest state and repeat the step that was discarded.
+        lost = redone = 0
         first = _step_without(history, left_out)
     return FaultOutcome(
         fault=texts.get(fired.id, fired.kind),
@@ -208,27 +228,27 @@ def _fault_outcome(
 
 
 def _left_out_event(history: DrillHistory, incident: Event) -> Event | None:
-    """The coordinator's word that the replica of an incident was left out; None where everything was rebuilt."""
-    replicas = (one for one in history.replicas if one.get("state") == "left out")
-    near = (one for one in replicas if one.get("epoch") == incident.get("epoch"))
-    return next((one for one in near if 0.0 <= float(one["t"]) - float(incident["t"]) <= LEFT_OUT_S), None)
+    """Return the coordinator's event that left the incident's replica out; None where all ranks were restored."""
+    replicas = (event for event in history.replicas if event.get("state") == "left out")
+    near = (event for event in replicas if event.get("epoch") == incident.get("epoch"))
+    return next((event for event in near if 0.0 <= float(event["t"]) - float(incident["t"]) <= LEFT_OUT_S), None)
 
 
 def _num_present(history: DrillHistory, left_out: Event) -> int | None:
-    """Ranks that trained on."""
+    """Return the number of ranks that trained on without the replica that was left out."""
     generation = history.generation(int(left_out["epoch"]))
     return generation.world - ModelReplicas.of(Layout(**generation.layout)).size if generation is not None else None
 
 
 def _step_without(history: DrillHistory, left_out: Event) -> StepExecution | None:
-    """The first step that ended after a replica was left out."""
+    """Return the first step that ended after a replica was left out."""
     generation = history.generation(int(left_out["epoch"]))
     steps = sorted(generation.steps.items()) if generation is not None else []
-    return next((one for _, one in steps if one.ended_s > float(left_out["t"])), None)
+    return next((execution for _, execution in steps if execution.ended_s > float(left_out["t"])), None)
 
 
 def _went_with_host(history: DrillHistory, fired: Firing, number: int, later: GenerationHistory) -> bool:
-    """Whether a fault took the only host of a generation, and with it all copies in memory: no other held any."""
+    """True when the fault removed the only host of a generation, and with it all in-memory checkpoints."""
     generation = history.generation(number)
     hosts = {member.host for member in generation.members} if generation is not None else set[str]()
     is_taken = hosts.isdisjoint(member.host for member in later.members)
@@ -236,38 +256,53 @@ def _went_with_host(history: DrillHistory, fired: Firing, number: int, later: Ge
 
 
 def _noticed_s(incident: Event) -> float:
-    """An incident is written when something can be done about it; until then it waits for a place, or a while."""
+    """Return when the incident was noticed.
+
+    Its event is written once something can be done about it; `waited_s` is the time that it waited for that.
+    """
     return float(incident["t"]) - float(incident.get("waited_s") or 0.0)
 
 
 def _next_generation(history: DrillHistory, fired: Firing, generation: int) -> GenerationHistory | None:
-    """The first later generation in which a step was committed; it may have been in the making when the fault fired."""
-    later = (one for one in history.generations if one.number > generation and (one.went_s or one.began_s) >= fired.t_s)
-    return next((one for one in later if _first_step(one) is not None), None)
+    """Return the first later generation with a committed step; it may have been forming when the fault fired."""
+    later = (
+        candidate
+        for candidate in history.generations
+        if candidate.number > generation and (candidate.went_s or candidate.began_s) >= fired.t_s
+    )
+    return next((candidate for candidate in later if _first_step(candidate) is not None), None)
 
 
 def _first_step(generation: GenerationHistory | None) -> StepExecution | None:
-    whole = [one for _, one in sorted(generation.steps.items()) if one.complete] if generation is not None else []
-    return whole[0] if whole else None
+    complete = (
+        [execution for _, execution in sorted(generation.steps.items()) if execution.complete]
+        if generation is not None
+        else []
+    )
+    return complete[0] if complete else None
 
 
 def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn: bool = False) -> list[Verdict]:
-    """The verdict on damaged checkpoints; none where no file was damaged.
+    """Judge whether damaged checkpoints were refused; an empty list where no file was damaged.
 
-    A file that nobody read afterwards proves nothing, and the verdict is not judged: the ranks have their state in
-    memory, and the disk is read only when every copy of some part is gone. Nobody asked for what was `drawn` by chance.
+    The ranks have their state in memory, and the disk is read only when every copy of a part is gone. A damaged file
+    that was never read proves nothing, so the verdict is not judged, unless the faults were `drawn` at random.
     """
-    hits = [one for one in found if one.kind == "damage"]
+    hits = [outcome for outcome in found if outcome.kind == "damage"]
     if not hits:
         return []
     wrong, met = [], []
-    for one in hits:
-        folder = one.note.partition(":")[0]
-        readers = [event for event in history.ranks if event["event"] == "ready" and float(event["t"]) > one.fired_s]
-        if taken := [event for event in readers if _took_damaged(history, event, folder, since_s=one.fired_s)]:
-            wrong.append(f"generation {taken[0].get('epoch')} took {folder}, which was damaged")
-        elif who := [event for event in readers if folder in str(event.get("warnings") or "")]:
-            met.append(f"generation {who[0].get('epoch')} refused {folder} and went back to step {who[0].get('step')}")
+    for outcome in hits:
+        folder = outcome.note.partition(":")[0]
+        readers = [
+            event for event in history.ranks if event["event"] == "ready" and float(event["t"]) > outcome.fired_s
+        ]
+        if restored := [event for event in readers if _took_damaged(history, event, folder, since_s=outcome.fired_s)]:
+            wrong.append(f"generation {restored[0].get('epoch')} took {folder}, which was damaged")
+        elif refused := [event for event in readers if folder in str(event.get("warnings") or "")]:
+            met.append(
+                f"generation {refused[0].get('epoch')} refused {folder} and went back to step {refused[0].get('step')}"
+            )
     unread = len(hits) - len(met) - len(wrong)
     text = "; ".join(met) or "no restore read one"
     if unread:
@@ -279,9 +314,13 @@ def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn
 
 
 def _took_damaged(history: DrillHistory, event: Event, folder: str, *, since_s: float) -> bool:
-    """Whether a rank took up what was damaged; unless the same step was saved anew in between."""
+    """True when a rank restored the damaged checkpoint, and its step was not saved anew in between."""
     step = int(event.get("step") or 0)
     if event.get("source") != "disk" or folder != f"step-{step:08d}":
         return False
-    anew = [one for one in history.checkpoints if int(one["step"]) == step and since_s < float(one["t"])]
-    return not any(float(one["t"]) < float(event["t"]) for one in anew)
+    anew = [
+        checkpoint
+        for checkpoint in history.checkpoints
+        if int(checkpoint["step"]) == step and since_s < float(checkpoint["t"])
+    ]
+    return not any(float(checkpoint["t"]) < float(event["t"]) for checkpoint in anew)

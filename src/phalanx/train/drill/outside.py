@@ -1,7 +1,7 @@
-"""The suite `outside`: what was tried on Phalanx from outside and broke it, as drills that anybody can run.
+"""The drill suite `outside`: attacks on Phalanx from outside that once broke it, as drills that any user can run.
 
-Each is a real fault in a real run, or real damage between a stop and the next start, and one sentence says what must
-come of it.
+Each is a real fault in a real run, or real damage between a stop and the next start, with one sentence that states the
+required outcome.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from phalanx.train.drill.outside_stage import OutsideStage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideFinding:
-    """What came of one drill. Not `judged`: this machine gave no chance to try it."""
+    """The outcome of one drill. Not `judged`: this machine gave no chance to try it."""
 
     ok: bool
     reason: str
-    steps_lost: int | None = None  # that memory held; None where nothing trained
+    # Steps that memory held and that were lost; None where nothing trained.
+    steps_lost: int | None = None
     judged: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideDrill:
-    """One thing that is tried, and what must come of it."""
+    """One attack, and its required outcome."""
 
     name: str
     subject: str  # control plane, state, damage, doors or stragglers
@@ -50,12 +51,12 @@ class OutsideVerdict:
 
     @property
     def word(self) -> str:
-        """For the table."""
+        """The verdict in one word, for the table."""
         return "ok" if self.ok else ("not ok" if self.judged else "not judged")
 
 
 def outside_drills() -> tuple[OutsideDrill, ...]:
-    """Every drill of the suite, in the order in which they are run."""
+    """Return every drill of the suite, in the order in which they run."""
     from phalanx.train.drill.outside_files import FILE_DRILLS
     from phalanx.train.drill.outside_runs import RUN_DRILLS
 
@@ -63,8 +64,8 @@ def outside_drills() -> tuple[OutsideDrill, ...]:
 
 
 def select_drills(only: Sequence[str]) -> tuple[OutsideDrill, ...]:
-    """Those that are named, or all; raises UserError that names what there is."""
-    every = {one.name: one for one in outside_drills()}
+    """Return the named drills, or all of them; raises UserError that names the valid ones."""
+    every = {drill.name: drill for drill in outside_drills()}
     problems = []
     for name in only:
         if name not in every:
@@ -73,32 +74,33 @@ def select_drills(only: Sequence[str]) -> tuple[OutsideDrill, ...]:
             problems.append(Problem(where=f"--only {name[:60]}", what="is no drill of the suite outside", fix=fix))
     if problems:
         raise UserError(problems)
-    return tuple(one for name, one in every.items() if not only or name in only)
+    return tuple(drill for name, drill in every.items() if not only or name in only)
 
 
 def perform_outside(
     drills: Sequence[OutsideDrill], folder: Path, *, tell: Callable[[str], None]
 ) -> tuple[OutsideVerdict, ...]:
-    """Run the drills one after another in `folder`; one that fails to be run is a verdict too."""
+    """Run the drills one after another in `folder`; a drill that cannot be run gets a verdict too."""
     stage = OutsideStage(folder, tell=tell)
     stage.prepare()
-    return tuple(play_drill(one, stage) for one in drills)
+    return tuple(play_drill(drill, stage) for drill in drills)
 
 
 def play_drill(drill: OutsideDrill, stage: OutsideStage) -> OutsideVerdict:
-    """Run one drill and judge it."""
+    """Run one drill and return its verdict."""
     stage.tell(f"{drill.name}: {drill.tries}")
     began_s = time.monotonic()
     try:
-        found = drill.play(stage)
-    except PhalanxError as error:  # of this drill alone: the others may still say something
-        found = OutsideFinding(ok=False, judged=False, reason=str(error).splitlines()[0])
+        finding = drill.play(stage)
+    except PhalanxError as error:
+        # The error concerns this drill alone: the others still run.
+        finding = OutsideFinding(ok=False, judged=False, reason=str(error).splitlines()[0])
     return OutsideVerdict(
         name=drill.name,
         subject=drill.subject,
-        ok=found.ok,
-        judged=found.judged,
-        reason=found.reason,
-        steps_lost=found.steps_lost,
+        ok=finding.ok,
+        judged=finding.judged,
+        reason=finding.reason,
+        steps_lost=finding.steps_lost,
         seconds=time.monotonic() - began_s,
     )

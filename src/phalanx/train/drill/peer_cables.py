@@ -1,7 +1,7 @@
-"""Cables between the peers of a drill that can be cut and made slow: a relay in this process for every pair of them.
+"""Network links between the peers of a drill that can be cut and slowed: a relay in this process per pair of peers.
 
-Bytes of a cut cable wait, connections stay open and new ones get no answer until it heals, as if every packet were
-lost on the way: neither side is told that the other is gone.
+While a link is cut, its bytes wait, connections stay open and new ones get no answer, as if every packet were lost on
+the way: neither side is notified that the other is gone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from types import TracebackType
 
 Address = tuple[str, int]
 CHUNK_BYTES = 65_536
-MOST_CHUNKS = 64  # that wait in one direction of a connection
+# Chunks that may wait in one direction of a connection.
+MOST_CHUNKS = 64
 RETRY_S = 0.05
 
 
 class Cable:
-    """Between two peers, in both directions."""
+    """The link between two peers, in both directions: whether it is up, and its delay."""
 
     def __init__(self) -> None:
         self.is_up = asyncio.Event()
@@ -28,7 +29,10 @@ class Cable:
 
 
 class PeerCables:
-    """All cables of a drill. `targets` are functions that tell where a peer listens now, None while it does not."""
+    """All links of a drill.
+
+    A function in `targets` returns the address where a peer listens, None while it does not.
+    """
 
     def __init__(self, targets: dict[int, Callable[[], Address | None]]) -> None:
         self._targets = targets
@@ -54,19 +58,19 @@ class PeerCables:
             self._loop.close()
 
     def address(self, near: int, far: int) -> Address:
-        """Where the peer `near` connects to in order to reach the peer `far`."""
+        """Return the address to which the peer `near` connects in order to reach the peer `far`."""
         return self._addresses[near, far]
 
     def cut(self, some: Collection[int]) -> None:
-        """Between the peers named and all others."""
+        """Cut the links between the named peers and all others."""
         self._change(some, lambda cable: cable.is_up.clear())
 
     def slow(self, some: Collection[int], delay_s: float) -> None:
-        """What passes between the peers named and all others takes so much longer."""
+        """Delay the bytes between the named peers and all others by `delay_s`."""
         self._change(some, lambda cable: setattr(cable, "delay_s", delay_s))
 
     def heal(self, some: Collection[int]) -> None:
-        """Cables of the peers named are as new."""
+        """Restore the links between the named peers and all others."""
         self._change(some, _mend)
 
     def _change(self, some: Collection[int], change: Callable[[Cable], object]) -> None:
@@ -90,7 +94,8 @@ class PeerCables:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # aborted transports are freed in the loop's next round
+        # Aborted transports are freed in the loop's next iteration.
+        await asyncio.sleep(0)
 
     def _acceptor(
         self, cable: Cable, target: Callable[[], Address | None]
@@ -109,14 +114,14 @@ class PeerCables:
             try:
                 await asyncio.gather(*(_carry(cable, source, sink) for source, sink in ways))
             finally:
-                for one in (writer, far_writer):
-                    one.transport.abort()
+                for end in (writer, far_writer):
+                    end.transport.abort()
 
         return accept
 
 
 async def _carry(cable: Cable, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Bytes in one direction, in order, each chunk as late as the cable is slow when it comes in."""
+    """Relay bytes in one direction, in order; each chunk is delayed by the link's delay at its arrival."""
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
     now = asyncio.get_running_loop().time
 
@@ -134,8 +139,8 @@ async def _carry(cable: Cable, source: asyncio.StreamReader, sink: asyncio.Strea
         with suppress(OSError):
             while True:
                 due, data = await waiting.get()
-                if (left := due - now()) > 0:
-                    await asyncio.sleep(left)
+                if (remaining_s := due - now()) > 0:
+                    await asyncio.sleep(remaining_s)
                 await cable.is_up.wait()
                 if not data:
                     break

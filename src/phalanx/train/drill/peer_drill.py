@@ -1,4 +1,4 @@
-"""A drill of peers on slow links from beginning to end: their processes, the faults, the verdicts, what is printed."""
+"""A drill of peers on slow links: start their processes, inject the faults, judge the records, render the result."""
 
 from __future__ import annotations
 
@@ -43,48 +43,55 @@ from phalanx.train.slow_links.peer_launch import make_trial
 from phalanx.train.slow_links.peer_session import peers_folder
 from phalanx.units import MINUTE_S, first_few, format_seconds, plural
 
-SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
-EQUAL_MBPS = 100.0  # that every peer states where losses are compared: `clipped-mean` depends on the bounds of shares
-BACK_OFF_S = 120.0  # starts of processes
+# Time for all peers to meet in a round again after the last fault.
+SETTLE_S = 180.0
+# Bandwidth that every peer states where losses are compared: `clipped-mean` depends on the bounds of shares.
+EQUAL_MBPS = 100.0
+BACK_OFF_S = 120.0  # for starts of processes
 LINKS = ("partition", "slow-link")
-LIES = ("lie", "poison", "liar")  # faults that only a member does whom the owner does not trust
-HONEST = "honest"  # folder of the run without lies, in that of the first peer
-OTHERS = "others"  # folder of the other peers' runs, in that of the first
+# Faults that only a member commits whom the owner does not trust.
+LIES = ("lie", "poison", "liar")
+# Folder of the run without lies, inside the first peer's run.
+HONEST = "honest"
+# Folder of the other peers' runs, inside the first peer's run.
+OTHERS = "others"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerDrillSettings:
-    """What a drill of peers runs on."""
+    """The settings of a drill of peers."""
 
     plan: Plan
     runs: Path
     peers: int
     minutes: float = 0.0
-    drawn: bool = False  # the faults were drawn by chance
+    drawn: bool = False  # the faults were drawn at random
     allow_code: bool = False
     has_liars: bool = False  # faults of LIES: updates are aggregated as among invited members
-    compares_loss: bool = False  # with another run: all peers learn from equal shares, and average equal ones
-    identities: tuple[PeerIdentity, ...] = ()  # of another run's peers; else new ones
+    # With another run: all peers learn from equal shares of the samples, and average equal shares of the vector.
+    compares_loss: bool = False
+    # Those of another run's peers; empty for new ones.
+    identities: tuple[PeerIdentity, ...] = ()
     tell: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerDrillNumbers:
-    """What was measured."""
+    """The measurements of a drill."""
 
     wall_s: float
     peers: int
     rounds: int
     steps: int
     faults: int
-    members: float  # of a round, on average
+    members: float  # peers in a round, on average
     longest_s: float  # between two rounds
-    met_s: float | None  # until all peers were in one round after the last fault
+    met_s: float | None  # from the last fault's end until all peers were in one round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerDrillResult:
-    """A drill of peers that was done and judged."""
+    """The verdicts and measurements of a drill of peers."""
 
     run: Run
     state: str
@@ -96,12 +103,12 @@ class PeerDrillResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every verdict holds; one that could not be judged does not."""
+        """True when every verdict holds; one that could not be judged does not."""
         return all(verdict.ok for verdict in self.verdicts)
 
     @property
     def broken(self) -> bool:
-        """Whether a verdict that could be judged does not hold."""
+        """True when a verdict that could be judged does not hold."""
         return any(verdict.judged and not verdict.ok for verdict in self.verdicts)
 
     def __str__(self) -> str:
@@ -109,25 +116,28 @@ class PeerDrillResult:
 
 
 def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> PeerDrillResult:
-    """Train with all peers on this machine, with the faults, and judge what they recorded."""
+    """Train with all peers on this machine, with the faults, and judge their records.
+
+    With faults of the kind `lie` the job is trained again with honest peers, and the final losses are compared.
+    """
     liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
     if any(fault.kind in LIES for fault in faults):
         scene = replace(scene, has_liars=True, compares_loss=bool(liars))
         aggregation = scene.plan.job.sync.aggregation_among(invited=True)
         scene.tell(f'  updates are aggregated by "{aggregation}", as where members were invited')
-    found, records = train_drilled_peers(scene, faults)
+    result, records = train_drilled_peers(scene, faults)
     if not liars:
-        return found
+        return result
     departures = honest_departures(records, liars, inner_steps=scene.plan.job.sync.inner_steps)
     scene.tell("  the same run with the same members and no lies, to compare the loss")
-    # The same identities: which samples a liar is dealt follows from its id, and made 0.007 nats of difference.
-    alike = replace(scene, runs=found.run.path / HONEST, identities=read_identities(found.run))
-    _, honest = train_drilled_peers(alike, departures)
-    return replace(found, verdicts=(*found.verdicts, judge_loss(records, honest, liars)))
+    # The same identities: the samples dealt to a liar depend on its id, which made 0.007 nats of difference.
+    repeated = replace(scene, runs=result.run.path / HONEST, identities=read_identities(result.run))
+    _, honest = train_drilled_peers(repeated, departures)
+    return replace(result, verdicts=(*result.verdicts, judge_loss(records, honest, liars)))
 
 
 def honest_departures(records: Sequence[PeerRecord], liars: Collection[int], *, inner_steps: int) -> tuple[Fault, ...]:
-    """Make each liar that was excluded an honest peer that leaves: before the exchange in which it was.
+    """Return faults that make each excluded liar leave as an honest peer, before the exchange in which it was excluded.
 
     Fewer peers take more samples each between two exchanges of the same global batch: three ended 0.03 nats below four.
     """
@@ -142,20 +152,21 @@ def honest_departures(records: Sequence[PeerRecord], liars: Collection[int], *, 
             if event.get("kind") in EXCLUDED and event.get("peer") in ids
         ]
         if excluded:
-            steps[number] = max(0, min(excluded) - inner_steps)  # the step after the exchange before
+            # The step after the exchange before.
+            steps[number] = max(0, min(excluded) - inner_steps)
     texts = [f"leave:peer={number},step={step}" for number, step in steps.items()]
     return parse_faults(texts, kinds=PEER_FAULTS)
 
 
 def read_identities(first: Run) -> tuple[PeerIdentity, ...]:
-    """The identities of all peers of a drill in order of their numbers, from the run of the first."""
+    """Return the identities of all peers of a drill in order of their numbers, from the run of the first."""
     runs = [first, *(open_run(folder) for folder in (first.path / OTHERS).iterdir())]
     runs.sort(key=lambda run: int(run.launch()["peer_number"]))
     return tuple(PeerIdentity.load(peers_folder(run)) for run in runs)
 
 
 def train_drilled_peers(scene: PeerDrillSettings, faults: Sequence[Fault]) -> tuple[PeerDrillResult, list[PeerRecord]]:
-    """One run with all peers and the faults: the verdicts on it, and what the peers recorded."""
+    """Train one run with all peers and the faults; returns the verdicts on it and the records of the peers."""
     runs = _make_runs(scene, faults)
     scene.tell(f"  run: {runs[0].path}")
     peers, sync = drilled_peers(runs), scene.plan.job.sync
@@ -174,9 +185,9 @@ def train_drilled_peers(scene: PeerDrillSettings, faults: Sequence[Fault]) -> tu
             allow_code=scene.allow_code,
             tell=scene.tell,
         )
-        asked = stack.enter_context(collected_signals())
-        driver.run(lambda: bool(asked))
-        interrupted = asked[-1] if asked else None
+        stop_signals = stack.enter_context(collected_signals())
+        driver.run(lambda: bool(stop_signals))
+        interrupted = stop_signals[-1] if stop_signals else None
     if interrupted is not None:
         signal.raise_signal(interrupted)
         raise KeyboardInterrupt
@@ -203,7 +214,7 @@ def _target(peer: DrilledPeer) -> Callable[[], tuple[str, int] | None]:
 
 
 def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
-    """One run folder per peer; those of the others lie in the first one's, so that the evidence is in one place."""
+    """Make one run folder per peer; the others' lie in the first one's, so that the evidence is in one place."""
     plan, job = scene.plan, job_to_dict(scene.plan.job)
     runs: list[Run] = []
     for number in range(1, scene.peers + 1):
@@ -221,8 +232,8 @@ def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
             peer_number=number,
             provenance=job_provenance(job),
         )
-        mine = [fault for fault in faults if number == 1 or (fault.of.inside and number in fault.peer)]
-        firings.write_schedule(run, mine)
+        peer_faults = [fault for fault in faults if number == 1 or (fault.of.inside and number in fault.peer)]
+        firings.write_schedule(run, peer_faults)
         runs.append(run)
     make_trial(runs[0], runs[1:], mbps=EQUAL_MBPS if scene.compares_loss else None, known=scene.identities)
     for run in runs:
@@ -245,15 +256,15 @@ def _judge(
 ) -> PeerDrillResult:
     job = scene.plan.job
     shots = [shot for peer in peers for shot in firings.read_firings(peer.run)]
-    found = peer_outcomes(records, faults, shots)
+    outcomes = peer_outcomes(records, faults, shots)
     batches = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=scene.plan.duration.tokens)
     sizes = {step: batches.at(step)[1] for step in range(scene.plan.duration.steps)}
     verdicts = judge_peers(records, sequence=job.data.sequence, batches=sizes)
     lasting = {fault.text: fault.for_s for fault in faults}
-    verdicts.append(judge_named(records, found, dead_after_s=job.sync.dead_after_s, end_s=end_s, lasting=lasting))
+    verdicts.append(judge_named(records, outcomes, dead_after_s=job.sync.dead_after_s, end_s=end_s, lasting=lasting))
     if scene.minutes:
         verdicts.append(_judge_met(driver))
-    named = {number for one in found if one.noticed_s is not None for number in one.peers}
+    named = {number for outcome in outcomes if outcome.noticed_s is not None for number in outcome.peers}
     ending, state = _judge_ending(peers, faults, driver, named)
     verdicts.append(ending)
     counts = Counter(shot.id for shot in shots)
@@ -263,10 +274,10 @@ def _judge(
         run=peers[0].run,
         state=state,
         message=driver.stuck,
-        outcomes=tuple(found),
+        outcomes=tuple(outcomes),
         not_fired=tuple(fault.text for fault in faults if not counts[fault.id]),
         verdicts=tuple(verdicts),
-        numbers=_numbers(records, found, driver, wall_s=end_s - began_s),
+        numbers=_numbers(records, outcomes, driver, wall_s=end_s - began_s),
     )
 
 
@@ -280,7 +291,7 @@ def _judge_met(driver: PeerDriver) -> Verdict:
 def _judge_ending(
     peers: Sequence[DrilledPeer], faults: Sequence[Fault], driver: PeerDriver, named: Collection[int]
 ) -> tuple[Verdict, str]:
-    """Every peer that was not sent away for good trained to the end, or left when it was asked to."""
+    """Judge whether every peer that was not removed for good trained to the end, or left when it was asked to."""
     liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
     excluded = {number for number in liars if number in named}
     wrong, states = [driver.stuck] if driver.stuck else [], Counter[str]()
@@ -330,18 +341,21 @@ def _numbers(
 def draw_peer_faults(
     *, peers: int, rate_per_min: float, minutes: float, seed: int, dead_after_s: float
 ) -> tuple[Fault, ...]:
-    """Peers that come and go: the same for the same seed. A majority is always there, and so is the first peer's side.
+    """Draw faults of peers that come and go; the same for the same seed.
 
-    Nothing begins in the last tenth, so that all meet again before the end.
+    A majority of the peers is always present, and the first peer is never cut off. No fault begins in the last tenth
+    of the time, so that all peers meet again before the end.
     """
     source = random.Random(seed)
-    busy: dict[int, float] = {}  # peer -> when it is back
-    found: list[Fault] = []
+    # Peer number -> seconds when it is back.
+    busy: dict[int, float] = {}
+    faults: list[Fault] = []
     for at_s in poisson_times(source, rate_per_min=rate_per_min, until_s=0.9 * minutes * MINUTE_S):
         kind = source.choice(("kill", "hang", "leave", "hang", "partition", "slow-link", "nan", "poison", "liar"))
         free = [number for number in range(1, peers + 1) if busy.get(number, 0.0) <= at_s]
-        away = sum(until > at_s for until in busy.values())
-        most = (peers - 1) // 2 - away  # fewer than half are away at any time
+        num_away = sum(until > at_s for until in busy.values())
+        # Fewer than half are away at any time.
+        most = (peers - 1) // 2 - num_away
         if most < 1 or not free:
             continue
         if kind == "partition":
@@ -357,19 +371,19 @@ def draw_peer_faults(
         if kind == "slow-link":
             keys["sleep_s"] = "0.2"
         words = ",".join(f"{key}={value}" for key, value in keys.items())
-        found.append(parse_fault(f"{kind}:{words}", id=len(found), kinds=PEER_FAULTS))
+        faults.append(parse_fault(f"{kind}:{words}", id=len(faults), kinds=PEER_FAULTS))
         if kind in ("kill", "leave", "hang", "partition"):
-            # A process that starts again imports torch first, for half a minute on a busy machine.
+            # A process that starts again imports torch first, which takes half a minute on a busy machine.
             start_s = 30.0 if kind in ("kill", "leave") else dead_after_s
             busy |= dict.fromkeys(whom, at_s + length_s + start_s)
-    return tuple(found)
+    return tuple(faults)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def render_peer_drill(result: PeerDrillResult) -> str:
-    """Faults, verdicts and numbers."""
+    """Return the faults, verdicts and numbers as text."""
     numbers = result.numbers
     length = f"{plural(numbers.rounds, 'round')}, {plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
     head = (
@@ -392,24 +406,24 @@ def _fault_lines(found: Sequence[PeerFaultOutcome]) -> list[str]:
         head = ("fault", "step", "noticed", "next round", "its peers", "back after")
         rows = [
             (
-                one.fault,
-                str(one.step),
-                _seconds(one.noticed_s),
-                _seconds(one.stalled_s),
-                "" if one.members is None else str(one.members),
-                _seconds(one.back_s),
+                outcome.fault,
+                str(outcome.step),
+                _seconds(outcome.noticed_s),
+                _seconds(outcome.stalled_s),
+                "" if outcome.members is None else str(outcome.members),
+                _seconds(outcome.back_s),
             )
-            for one in found
+            for outcome in found
         ]
         return [f"  {line}" for line in text_table([head, *rows], right=(1, 2, 3, 4, 5))]
     titles = ("fault", "injected", "noticed", "next round at worst", "back at worst")
     kinds: list[tuple[str, ...]] = []
-    for kind in dict.fromkeys(one.kind for one in found):
-        mine = [one for one in found if one.kind == kind]
-        noticed = sum(one.noticed_s is not None for one in mine)
+    for kind in dict.fromkeys(outcome.kind for outcome in found):
+        of_kind = [outcome for outcome in found if outcome.kind == kind]
+        noticed = sum(outcome.noticed_s is not None for outcome in of_kind)
         worst = [max((v for v in values if v is not None), default=None) for values in (
-            [one.stalled_s for one in mine], [one.back_s for one in mine])]  # fmt: skip
-        kinds.append((kind, f"{len(mine)}×", f"{noticed}×", _seconds(worst[0]), _seconds(worst[1])))
+            [outcome.stalled_s for outcome in of_kind], [outcome.back_s for outcome in of_kind])]  # fmt: skip
+        kinds.append((kind, f"{len(of_kind)}×", f"{noticed}×", _seconds(worst[0]), _seconds(worst[1])))
     return [f"  {line}" for line in text_table([titles, *kinds], right=(1, 2, 3, 4))]
 
 

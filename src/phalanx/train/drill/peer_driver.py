@@ -1,4 +1,4 @@
-"""Drives the peers of a drill: starts their processes, fires faults from outside, starts again what shall return."""
+"""Drive the peers of a drill: start their processes, inject faults from outside, and restart peers that return."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from phalanx.train.slow_links.peer_session import STATUS, peers_folder, read_ses
 from phalanx.units import MINUTE_S, plural
 
 TICK_S = 0.05
-LEAVE_S = 60.0  # that peers may take to leave once they are asked to
+# Time for peers to leave after they are asked to.
+LEAVE_S = 60.0
 
 
 @dataclass
 class DrilledPeer:
-    """One peer: its number from 1 on, its run, and its process while it has one."""
+    """One peer of a drill: its number from 1 on, its run, and its process while it has one."""
 
     number: int
     run: Run
@@ -34,10 +35,10 @@ class DrilledPeer:
     events: EventReader = field(init=False)
     step: int = -1
     rounds: int = 0
-    members: int = 0  # of its last round
-    back_s: float | None = None  # when it is started again
+    members: int = 0  # in its last round
+    back_s: float | None = None  # time.monotonic() at which it is started again
     is_held: bool = False  # stopped by a signal, or cut off
-    is_gone: bool = False  # for good: killed or sent away without return
+    is_gone: bool = False  # for good: killed or removed without return
     since_s: float = 0.0  # Unix time of its last start
 
     def __post_init__(self) -> None:
@@ -45,14 +46,15 @@ class DrilledPeer:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """True while its process lives."""
         return self.process is not None and self.process.poll() is None
 
     @property
     def address(self) -> Address | None:
-        """Where it listens, once it does."""
+        """The address where the peer listens; None while it does not."""
         status = read_status(self.run)
-        try:  # the file's own time: the clock of the peer may be wrong on purpose
+        # The file's modification time, because the clock of the peer may be wrong on purpose.
+        try:
             written_s = (peers_folder(self.run) / STATUS).stat().st_mtime
         except OSError:
             return None
@@ -63,7 +65,7 @@ class DrilledPeer:
 
 
 class PeerDriver:
-    """Follows the peers until all have ended; `minutes` after the first step they are asked to leave."""
+    """Follow the peers until all have ended; `minutes` after the first step they are asked to leave."""
 
     def __init__(
         self,
@@ -87,18 +89,18 @@ class PeerDriver:
         self._first_s: float | None = None
         self._undone_s = self._moved_s = time.monotonic()
         self._undone_round = 0
-        self.met_s: float | None = None  # from the last fault's end until all peers were in one round
+        self.met_s: float | None = None  # seconds from the last fault's end until all peers were in one round
         self.stuck = ""
         self._asked_s: float | None = None
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """To the end; whatever happens, no process is left."""
-        first, *others = self.peers.values()
+        """Run the drill to its end; no process is left running, even after an exception."""
+        first, *later_peers = self.peers.values()
         try:
             self._start(first)
             while first.address is None and first.is_running and not should_stop():
                 time.sleep(TICK_S)
-            for peer in others:
+            for peer in later_peers:
                 self._start(peer)
             while not should_stop() and not self.stuck and self._is_going_on():
                 self._tick()
@@ -124,13 +126,17 @@ class PeerDriver:
         )
 
     def _start(self, peer: DrilledPeer) -> None:
-        """Where the others are now is told to it: addresses change with every process."""
-        others = [other for other in self.peers.values() if other is not peer]
-        known = [other for other in others if other.address is not None]
-        routes = {other.id: self._cables.address(peer.number, other.number) for other in others} if self._cables else {}
-        found = [routes.get(other.id) or other.address for other in known]
-        if peer.number > 1 or found:
-            set_addresses(peer.run, [one for one in found if one is not None], routes)
+        """Start a peer's process with the current addresses of the others, which change with every process."""
+        remote_peers = [remote for remote in self.peers.values() if remote is not peer]
+        known = [remote for remote in remote_peers if remote.address is not None]
+        routes = (
+            {remote.id: self._cables.address(peer.number, remote.number) for remote in remote_peers}
+            if self._cables
+            else {}
+        )
+        addresses = [routes.get(remote.id) or remote.address for remote in known]
+        if peer.number > 1 or addresses:
+            set_addresses(peer.run, [address for address in addresses if address is not None], routes)
         else:
             set_addresses(peer.run, (), routes)
         peer.since_s, peer.back_s = time.time(), None
@@ -162,12 +168,12 @@ class PeerDriver:
                 peer.step, self._moved_s = int(event["step"]), time.monotonic()
                 if self._first_s is None:
                     self._first_s = time.monotonic()
-                    for one in self.peers.values():
-                        firings.start_clock(one.run)
+                    for drilled in self.peers.values():
+                        firings.start_clock(drilled.run)
             elif event["event"] == "exchange":
                 self._moved_s = time.monotonic()
                 peer.rounds, peer.members = int(event["round"]), len(event["members"])
-                present = sum(not one.is_gone for one in self.peers.values())
+                present = sum(not drilled.is_gone for drilled in self.peers.values())
                 if self.met_s is None and peer.members >= present and peer.rounds > self._undone_round:
                     self.met_s = time.monotonic() - self._undone_s
 
@@ -179,16 +185,16 @@ class PeerDriver:
         return max(peer.step for peer in self.peers.values()) >= (fault.step or 0)
 
     def _stop_in_time(self, now: float) -> None:
-        """After the last fault all peers meet once more before they are asked to leave."""
+        """Ask all peers to leave when the time is over, once they have met in a round after the last fault."""
         if self._asked_s is not None:
             if now > self._asked_s + LEAVE_S:
                 self.stuck = f"peers are still there {LEAVE_S:g} s after they were asked to leave"
             return
         if not self._minutes or self._first_s is None or now < self._first_s + self._minutes * MINUTE_S:
             return
-        waits = bool(self._later) or any(peer.back_s is not None for peer in self.peers.values())
-        is_settled = not waits and self.met_s is not None
-        if is_settled or (now > self._undone_s + self._settle_s and not waits):
+        is_waiting = bool(self._later) or any(peer.back_s is not None for peer in self.peers.values())
+        is_settled = not is_waiting and self.met_s is not None
+        if is_settled or (now > self._undone_s + self._settle_s and not is_waiting):
             self._asked_s = now
             self._outside.clear()
             for peer in self.peers.values():
@@ -198,12 +204,13 @@ class PeerDriver:
     # ---- firing ----------------------------------------------------------------------------------------------------
 
     def _fire_fault(self, fault: Fault) -> bool:
-        """False when there is nothing to hit yet."""
+        """Inject a fault; False when its targets are not up, so that the next tick tries again."""
         if fault.kind in ("partition", "slow-link"):
             return self._hit_cables(fault)
         targets = [self.peers[number] for number in fault.peer]
         if not all(peer.is_running and not peer.is_held and peer.address is not None for peer in targets):
-            return False  # down already, or not up yet
+            # Already down, or not up yet.
+            return False
         if not self._claim(fault):
             return True
         for peer in targets:
@@ -229,7 +236,7 @@ class PeerDriver:
                     peer.is_gone = True
 
     def _start_again(self, peer: DrilledPeer) -> None:
-        """Its process may still be leaving; then a little later."""
+        """Start a peer again; while its old process is still leaving, try again after a second."""
         if peer.is_running:
             self._later.append((time.monotonic() + 1.0, lambda: self._start_again(peer)))
         elif self._asked_s is None:
@@ -254,9 +261,9 @@ class PeerDriver:
 
     def _claim(self, fault: Fault) -> bool:
         step = max(peer.step for peer in self.peers.values())
-        what = plural(len(fault.peer), "peer")
+        count_text = plural(len(fault.peer), "peer")
         self._tell(f"  step {step}: {fault.text}")
-        return firings.claim_firing(self._owner, fault, rank=fault.peer[0], step=step, note=what)
+        return firings.claim_firing(self._owner, fault, rank=fault.peer[0], step=step, note=count_text)
 
     def _undo_later(self, fault: Fault, undo: Callable[[], object]) -> None:
         if fault.for_s:
@@ -267,11 +274,11 @@ class PeerDriver:
 
 
 def drilled_peers(runs: Sequence[Run]) -> list[DrilledPeer]:
-    """Peers of runs that have their sessions, in order of their numbers."""
+    """Return the peers of runs that have their sessions, in order of their numbers."""
     from phalanx.peers.identity import PeerIdentity
 
-    made = []
+    peers = []
     for number, run in enumerate(runs, 1):
         read_session(run)
-        made.append(DrilledPeer(number=number, run=run, id=PeerIdentity.load(peers_folder(run)).id))
-    return made
+        peers.append(DrilledPeer(number=number, run=run, id=PeerIdentity.load(peers_folder(run)).id))
+    return peers

@@ -1,4 +1,4 @@
-"""Faults from inside a peer: a group that is late, poisons what it sends, or lies about it; and wrong clocks."""
+"""Faults from inside a peer: a group that is late, spoils its updates or lies about them; and wrong clocks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from phalanx.train.slow_links.peer_exchange import GroupLink
     from phalanx.train.slow_links.sample_deal import Ranges
 
-FACTOR = 1000.0  # of what is too large
+FACTOR = 1000.0  # of values that are too large
 SCALED = 8.0  # times an honest update: below the limit on norms
-TURNED = -4.0  # times an update that is to raise the loss: small enough for the limit on norms
+TURNED = -4.0  # times an update that raises the loss: small enough for the limit on norms
 
 
 class FaultyGroup:
-    """A `GroupLink` that does what the faults of a drill ask of this peer, and else what the group behind it does."""
+    """A `GroupLink` that applies the faults of a drill to this peer, and otherwise behaves as the wrapped group."""
 
     def __init__(
         self,
@@ -48,32 +48,34 @@ class FaultyGroup:
         self._faults = [fault for fault in faults if fault.of.inside and fault.kind != "clock-skew"]
         self._step = -1
         self._late: list[tuple[float, float]] = []  # (until, seconds in every round)
-        self._weights_from = weights_from  # steps before this one exchange gradients
+        # Steps before this one exchange gradients.
+        self._weights_from = weights_from
         self._lies: list[str] = []
         self._kept: dict[int, Vector] = {}  # this peer's first honest update of each length
         self._results: dict[int, Vector] = {}  # the newest result of each length
-        self._spoilt: tuple[int, list[Fault]] = (-1, [])  # a round, and what is wrong with each call for it
+        # A round number, and the faults that spoil each call for that round.
+        self._spoilt: tuple[int, list[Fault]] = (-1, [])
 
     @property
     def id(self) -> str:
-        """Of this peer."""
+        """The id of this peer."""
         return self._group.id
 
     def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
-        """As the group does."""
+        """Call the wrapped group's method."""
         return self._group.join(addresses, timeout_s=timeout_s, first_round=first_round)
 
     def view(self) -> MemberView:
-        """As the group does."""
+        """Call the wrapped group's method."""
         return self._group.view()
 
     def report(self, progress: PeerProgress) -> None:
-        """Report this peer's step, by which faults are due, and its pace unless the drill hides it."""
+        """Report this peer's step, which decides which faults are due, and its pace unless the drill hides it."""
         self._step = progress.step
         self._group.report(replace(progress, samples_per_s=0.0) if self._hides_pace else progress)
 
     def progress(self) -> dict[str, PeerProgress]:
-        """As the group does."""
+        """Call the wrapped group's method."""
         return self._group.progress()
 
     def average(
@@ -88,11 +90,12 @@ class FaultyGroup:
         grace_s: float | None = None,
         weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
-        """The round, with what the faults make of this peer's update."""
+        """Average with the peers, after the faults have changed this peer's update, its weight or its timing."""
         if vector.size > 1 and self._spoilt[0] != round_number:
             self._spoilt = (round_number, list(self._due_faults(round_number)))
         understates = False
-        for fault in self._spoilt[1] if vector.size > 1 else ():  # asked again for the same round, it is as bad
+        # A repeated call for the same round is spoilt in the same way.
+        for fault in self._spoilt[1] if vector.size > 1 else ():
             match fault.kind:
                 case "slow":
                     self._late.append((time.monotonic() + fault.for_s, fault.sleep_s))
@@ -138,28 +141,28 @@ class FaultyGroup:
                 _flip_labels()
 
     def _false_update(self, how: str, vector: Vector, round_number: int) -> Vector:
-        """An update in place of the honest one; where there is nothing to copy yet, the honest one."""
-        found = vector
+        """Return a false update in place of the honest one; the honest one where there is nothing to copy yet."""
+        update = vector
         match how:
             case "reversed":
-                found = -vector
+                update = -vector
             case "scaled":
-                found = SCALED * vector
+                update = SCALED * vector
             case "random":
                 noise = np.random.default_rng((self._number, round_number)).standard_normal(vector.size)
-                found = noise * (np.linalg.norm(vector) / np.linalg.norm(noise))
+                update = noise * (np.linalg.norm(vector) / np.linalg.norm(noise))
             case "copied":
-                found = self._results.get(vector.size, vector)
+                update = self._results.get(vector.size, vector)
             case "stale":
-                found = self._kept.get(vector.size, vector)
-        return found.astype(vector.dtype, copy=False)
+                update = self._kept.get(vector.size, vector)
+        return update.astype(vector.dtype, copy=False)
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
-        """As the group does."""
+        """Call the wrapped group's method."""
         self._group.serve_state(provider)
 
     def expect_values(self, most_values: int) -> None:
-        """As the group does."""
+        """Call the wrapped group's method."""
         self._group.expect_values(most_values)
 
     def fetch_state(
@@ -169,15 +172,15 @@ class FaultyGroup:
         timeout_s: float = 600.0,
         most_bytes: Mapping[str, int] | None = None,
     ) -> int:
-        """As the group does."""
+        """Call the wrapped group's method."""
         return self._group.fetch_state(into, timeout_s=timeout_s, most_bytes=most_bytes)
 
     def leave(self) -> None:
-        """As the group does."""
+        """Call the wrapped group's method."""
         self._group.leave()
 
     def close(self) -> None:
-        """As the group does."""
+        """Call the wrapped group's method."""
         self._group.close()
 
     def _due_faults(self, round_number: int) -> Iterator[Fault]:
@@ -196,7 +199,7 @@ class FaultyGroup:
 
 @contextmanager
 def _larger_than_stated(me: str) -> Iterator[None]:
-    """What this process sends of its updates is larger than the norm that it has stated for them."""
+    """Make this process send updates that are larger than the norm it has stated for them, for the context."""
     honest = Attempt.encode_piece
 
     def lying(attempt: Attempt, start: int) -> bytes:
@@ -216,7 +219,7 @@ def _larger_than_stated(me: str) -> Iterator[None]:
 
 
 def _flip_labels() -> None:
-    """This process learns from wrong targets from now on: each token is mirrored in the range of the batch's tokens."""
+    """Make this process learn from wrong targets: each token is mirrored in the range of the batch's tokens."""
     honest = PeerBatches.read
 
     def flipped(batches: PeerBatches, samples: Ranges) -> tuple[Tokens, Tokens]:
@@ -228,23 +231,24 @@ def _flip_labels() -> None:
 
 
 def own_faults(run: Run) -> list[Fault]:
-    """Faults that hit the peer of this run from inside; none outside of drills.
+    """Return the faults that hit the peer of this run from inside; none outside of drills.
 
-    Two conditions, so that a file that strays into a run folder never hurts a real run.
+    Two conditions, so that a stray file in a run folder never hurts a real run.
     """
     launch = run.launch()
     if launch.get("drill") is not True or not firings.schedule_path(run).is_file():
         return []
     number = int(launch.get("peer_number", 0))
-    found = [fault for fault in firings.read_schedule(run) if number in fault.peer and fault.of.inside]
-    return [replace(fault, peer=(number,)) for fault in found]
+    faults = [fault for fault in firings.read_schedule(run) if number in fault.peer and fault.of.inside]
+    return [replace(fault, peer=(number,)) for fault in faults]
 
 
 def faulty_group(run: Run, group: GroupLink) -> GroupLink:
-    """The group of this peer as its drill wants it; the group itself outside of drills.
+    """Return the group of this peer, wrapped where its drill has faults for it; the group itself outside of drills.
 
-    Of a drill that compares losses (`equal_shares`) no peer reports its pace: all are dealt equal shares. Shares that
-    follow measured paces differ from run to run, and `clipped-mean` cuts the larger ones: 0.009 nats between two runs.
+    In a drill that compares losses (`equal_shares`) no peer reports its pace, so all are dealt equal shares. Shares
+    that follow measured paces differ from run to run, and `clipped-mean` cuts the larger ones: 0.009 nats between two
+    runs.
     """
     faults, launch = own_faults(run), run.launch()
     hides_pace = launch.get("drill") is True and launch.get("equal_shares") is True
@@ -257,7 +261,7 @@ def faulty_group(run: Run, group: GroupLink) -> GroupLink:
 
 
 def shift_clocks(run: Run) -> None:
-    """This process thinks that it is earlier or later, where its drill says so; before anything reads a clock."""
+    """Shift the clocks of this process where its drill asks for that; called before anything reads a clock."""
     for fault in own_faults(run):
         number = fault.peer[0]
         if fault.kind == "clock-skew":

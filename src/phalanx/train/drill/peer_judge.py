@@ -1,4 +1,4 @@
-"""The judge of a drill of peers: from their records alone, was a round committed twice, lost, or spoilt? Pure."""
+"""Judge a drill of peers from their records alone: was a round committed twice, lost, or spoilt? Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from phalanx.train.drill.firings import Firing
 from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.units import plural
 
-SCREENED = ("nan", "poison", "liar")  # their updates must be left out
-LOSES = ("kill", "leave", "hang", "partition", "lie")  # others go on without them
-NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
-EXCLUDED = ("excluded", "revoked")  # events that name a peer that a vote sent away
-LOSS_MARGIN = 0.02  # nats by which liars may raise the final loss over that of honest training
+# Faults whose updates must be left out.
+SCREENED = ("nan", "poison", "liar")
+# Faults after which the other peers train on without those that were hit.
+LOSES = ("kill", "leave", "hang", "partition", "lie")
+NAMED = ("lost", "left", "evicted")  # kinds of events that name a peer that is gone
+EXCLUDED = ("excluded", "revoked")  # kinds of events that name a peer that a vote excluded
+# Nats by which liars may raise the final loss above that of honest training.
+LOSS_MARGIN = 0.02
+# The keys of a round's event that must be the same for all peers.
 PARTS = (
     "step",
     "kind",
@@ -30,12 +34,12 @@ PARTS = (
     "aggregation",
     "paces",
     "digest",
-)  # of a round, the same for everybody
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRecord:
-    """What one peer recorded, in order of time."""
+    """The events that one peer recorded, in order of time."""
 
     number: int
     id: str
@@ -43,37 +47,40 @@ class PeerRecord:
     has_true_clock: bool = True
 
     def of(self, kind: str) -> list[Event]:
-        """Its events of one kind."""
+        """Return its events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerFaultOutcome:
-    """One firing and what came of it; None where nothing of the kind followed."""
+    """One firing and what followed from it; None where nothing of the kind followed."""
 
     fault: str
     kind: str
     peers: tuple[int, ...]
     fired_s: float
     step: int
-    noticed_s: float | None  # until another peer recorded who is gone, or a round that left the update out
-    stalled_s: float | None  # until another peer committed a round without those that were hit, or with them again
+    # Until another peer recorded which peer is gone, or a round that left the update out.
+    noticed_s: float | None
+    # Until another peer committed a round without those that were hit, or with them again.
+    stalled_s: float | None
     members: int | None  # in that round
-    back_s: float | None  # until all that were hit took part in a round again; None where nobody found them gone
-    round: int = -1  # whose update was spoilt
+    # Until all that were hit took part in a round again; None where no peer noticed that they were gone.
+    back_s: float | None
+    round: int = -1  # the round whose update was spoilt
 
 
 def rounds_of(records: Sequence[PeerRecord]) -> dict[int, list[tuple[PeerRecord, Event]]]:
-    """Every record of every round, by its number."""
-    found: dict[int, list[tuple[PeerRecord, Event]]] = defaultdict(list)
+    """Return every record of every round, by round number."""
+    entries: dict[int, list[tuple[PeerRecord, Event]]] = defaultdict(list)
     for record in records:
         for event in record.of("exchange"):
-            found[int(event["round"])].append((record, event))
-    return dict(sorted(found.items()))
+            entries[int(event["round"])].append((record, event))
+    return dict(sorted(entries.items()))
 
 
 def judge_peers(records: Sequence[PeerRecord], *, sequence: int, batches: Mapping[int, int]) -> list[Verdict]:
-    """Everything that can be said of the rounds; `batches` are the samples of each step's global batch."""
+    """Return the verdicts on the rounds; `batches` are the samples of each step's global batch."""
     rounds = rounds_of(records)
     return [
         judge_one_result(rounds),
@@ -84,13 +91,13 @@ def judge_peers(records: Sequence[PeerRecord], *, sequence: int, batches: Mappin
 
 
 def judge_one_result(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]]) -> Verdict:
-    """No two peers hold different results of one round: two halves never both commit it."""
+    """No two peers have different results of one round: two halves of a network never both commit it."""
     wrong, compared = [], 0
     for number, entries in rounds.items():
         compared += sum(bool(event.get("digest")) for _, event in entries)
         first = entries[0][1]
         for record, event in entries[1:]:
-            differs = [part for part in PARTS if event.get(part) != first.get(part)]
+            differs = [key for key in PARTS if event.get(key) != first.get(key)]
             if differs:
                 wrong.append(f"round {number}: peers {entries[0][0].number} and {record.number} differ in {differs[0]}")
                 break
@@ -102,27 +109,27 @@ def judge_one_result(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]]) -
 
 
 def judge_no_gap(records: Sequence[PeerRecord], rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]]) -> Verdict:
-    """Rounds follow each other; a peer misses some only where it says that it took the others' state."""
+    """Rounds follow each other; a peer misses some only where it recorded that it took the others' state."""
     numbers = sorted(rounds)
     wrong = [f"round {a + 1} to {b - 1} recorded by nobody" for a, b in itertools.pairwise(numbers) if b > a + 1]
-    taken = 0
+    num_caught_up = 0
     for record in records:
         last: int | None = None
         for event in record.events:
             if event["event"] == "ready" or (event["event"] == "peer" and event.get("kind") == "caught-up"):
-                taken += event["event"] == "peer"
+                num_caught_up += event["event"] == "peer"
                 last = None
             elif event["event"] == "exchange":
                 number = int(event["round"])
                 if last is not None and number != last + 1:
                     wrong.append(f"peer {record.number}: round {number} after {last}")
                 last = number
-    text = f"rounds {numbers[0]} to {numbers[-1]}, state taken {taken:,} times" if numbers else "no round"
+    text = f"rounds {numbers[0]} to {numbers[-1]}, state taken {num_caught_up:,} times" if numbers else "no round"
     return Verdict(name="no round is missing", ok=bool(numbers) and not wrong, evidence=evidence_text(text, wrong))
 
 
 def judge_credit(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]], *, sequence: int) -> Verdict:
-    """What peers know of all rounds so far is the sum of all rounds: nobody goes on without one that was committed."""
+    """The samples that peers count for all rounds so far are the sum of all rounds: none misses a committed one."""
     wrong, compared = [], 0
     sums: dict[str, int] = defaultdict(int)
     for number, entries in rounds.items():
@@ -144,7 +151,7 @@ def judge_credit(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]], *, se
 def judge_batches(
     rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]], *, sequence: int, batches: Mapping[int, int]
 ) -> Verdict:
-    """Every synchronous step counted its global batch, whoever was lost or dropped in it; the last may be cut short."""
+    """Every synchronous step counted its global batch, even when peers were lost in it; the last may be cut short."""
     counted: dict[int, int] = defaultdict(int)
     for entries in rounds.values():
         event = entries[0][1]
@@ -162,17 +169,17 @@ def judge_batches(
 def peer_outcomes(
     records: Sequence[PeerRecord], faults: Sequence[Fault], shots: Sequence[Firing]
 ) -> list[PeerFaultOutcome]:
-    """Every firing in the order of time."""
+    """Return the outcome of every firing in the order of time."""
     by_id = {fault.id: fault for fault in faults}
-    found = []
-    for shot in sorted(shots, key=lambda one: one.t_s):
+    outcomes = []
+    for shot in sorted(shots, key=lambda firing: firing.t_s):
         fault = by_id[shot.id]
         hit = (shot.rank,) if fault.of.inside else fault.peer
         ids = {record.id for record in records if record.number in hit}
-        # Of a network that breaks in two either side may be the one that goes on.
-        others = [record for record in records if record.number not in hit or fault.kind == "partition"]
-        found.append(_outcome(fault, shot, hit, ids, [record for record in others if record.has_true_clock]))
-    return found
+        # When a network breaks in two, either side may be the one that continues.
+        observers = [record for record in records if record.number not in hit or fault.kind == "partition"]
+        outcomes.append(_outcome(fault, shot, hit, ids, [record for record in observers if record.has_true_clock]))
+    return outcomes
 
 
 def _outcome(
@@ -182,11 +189,11 @@ def _outcome(
     later = [(float(event["t"]), event) for record in others for event in record.of("exchange")]
     rounds = sorted((pair for pair in later if pair[0] > shot.t_s), key=lambda pair: pair[0])
     gone_s = min(named, default=shot.t_s)
-    # The next round is one without the peer, or with it again: of a pause that ends before anybody is left out, the
-    # first round without that peer may be much later, and of another fault.
+    # The next round is one without the peer, or with it again: after a pause that ends before any peer is left out,
+    # the first round without that peer may be much later and belong to another fault.
     back = [(t, event) for t, event in rounds if t > gone_s and ids < set(event["members"])]
     after = [(t, event) for t, event in rounds if _is_without(fault, ids, set(event["members"]))]
-    went_on = min([*after[:1], *back[:1]], key=lambda pair: pair[0], default=None)
+    resumed = min([*after[:1], *back[:1]], key=lambda pair: pair[0], default=None)
     was_away = fault.kind not in LOSES or bool(named)
     return PeerFaultOutcome(
         fault=fault.text,
@@ -195,22 +202,23 @@ def _outcome(
         fired_s=shot.t_s,
         step=shot.step,
         noticed_s=min(named) - shot.t_s if named else None,
-        stalled_s=went_on[0] - shot.t_s if went_on else None,
-        members=len(went_on[1]["members"]) if went_on else None,
+        stalled_s=resumed[0] - shot.t_s if resumed else None,
+        members=len(resumed[1]["members"]) if resumed else None,
         back_s=back[0][0] - shot.t_s if back and was_away else None,
         round=int(shot.note.removeprefix("round ")) if shot.note.startswith("round ") else -1,
     )
 
 
 def _is_without(fault: Fault, ids: set[str], members: set[str]) -> bool:
-    """Whether a round is one of those that went on, of a fault that others go on without somebody."""
+    """True when a round with these members shows that training continued after the fault."""
     if fault.kind == "partition":
         return members <= ids or not members & ids
     return fault.kind not in LOSES or not members & ids
 
 
 def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
-    if float(event["t"]) < shot.t_s - 1.0:  # a peer fires, then sends; clocks are this machine's
+    # A peer fires first, then sends; the clocks are this machine's.
+    if float(event["t"]) < shot.t_s - 1.0:
         return False
     if fault.kind in SCREENED:
         spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
@@ -232,28 +240,32 @@ def judge_named(
     end_s: float,
     lasting: Mapping[str, float],
 ) -> Verdict:
-    """Who is gone, or sends what must not count, is named; and nobody else was left out of a round.
+    """Peers that are gone, or send what must not count, are named; and no other peer was left out of a round.
 
-    What heals before `dead_after_s` is over (`lasting`, by the text of a fault; 0 is for good) needs no notice.
+    A fault that heals before `dead_after_s` is over (`lasting`: length by the text of a fault; 0 is for good) needs no
+    notice.
     """
     rounds, ids = rounds_of(records), {record.number: record.id for record in records}
     must, late, wrong = [], 0, []
-    for one in found:
-        if one.kind not in (*SCREENED, *LOSES) or (
-            one.kind in ("hang", "partition") and 0.0 < lasting.get(one.fault, 0.0) <= 2 * dead_after_s
+    for outcome in found:
+        if outcome.kind not in (*SCREENED, *LOSES) or (
+            outcome.kind in ("hang", "partition") and 0.0 < lasting.get(outcome.fault, 0.0) <= 2 * dead_after_s
         ):
             continue
-        counted = rounds[one.round][0][1]["weights"].get(ids[one.peers[0]]) if one.round in rounds else None
-        is_capped = one.round in rounds and ids[one.peers[0]] in (rounds[one.round][0][1].get("capped") or ())
-        if one.kind in SCREENED and counted and not (one.kind == "liar" and is_capped):
-            wrong.append(f"{one.fault}: round {one.round} counts it")
-        is_late = one.fired_s > end_s - 2 * dead_after_s
-        if one.noticed_s is None and not counted and (is_late or one.kind in SCREENED):
-            late += 1  # the run ended, or the peer was out of its round for another reason
+        counted = rounds[outcome.round][0][1]["weights"].get(ids[outcome.peers[0]]) if outcome.round in rounds else None
+        is_capped = outcome.round in rounds and ids[outcome.peers[0]] in (
+            rounds[outcome.round][0][1].get("capped") or ()
+        )
+        if outcome.kind in SCREENED and counted and not (outcome.kind == "liar" and is_capped):
+            wrong.append(f"{outcome.fault}: round {outcome.round} counts it")
+        is_late = outcome.fired_s > end_s - 2 * dead_after_s
+        if outcome.noticed_s is None and not counted and (is_late or outcome.kind in SCREENED):
+            # The run ended, or the peer was out of its round for another reason.
+            late += 1
         else:
-            must.append(one)
-    wrong += [f"{one.fault} was named by nobody" for one in must if one.noticed_s is None]
-    faulty = {number for one in found if one.kind in (*SCREENED, "lie") for number in one.peers}
+            must.append(outcome)
+    wrong += [f"{outcome.fault} was named by nobody" for outcome in must if outcome.noticed_s is None]
+    faulty = {number for outcome in found if outcome.kind in (*SCREENED, "lie") for number in outcome.peers}
     numbers = {record.id: record.number for record in records}
     excluded = {str(event["peer"]) for record in records for event in record.of("peer") if event["kind"] == "excluded"}
     innocent = sorted(numbers.get(peer, 0) for peer in excluded if numbers.get(peer) not in faulty)
@@ -268,15 +280,15 @@ def judge_named(
 
 
 def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liars: Collection[int]) -> Verdict:
-    """The final held-out loss of honest peers is that of the same run without lies, or little above it.
+    """The final held-out loss of honest peers is at most LOSS_MARGIN above that of the same run without lies.
 
     Both runs are evaluated on the same sequences, so the standard error is that of the differences by sequence. Where
     it is more than half of the limit, nothing can be concluded.
     """
     name = "the loss is that of honest training"
     ends = [
-        [record.of("evaluate")[-1] for record in group if record.number not in left_out and record.of("evaluate")]
-        for group, left_out in ((records, liars), (honest, ()))
+        [record.of("evaluate")[-1] for record in records_of if record.number not in left_out and record.of("evaluate")]
+        for records_of, left_out in ((records, liars), (honest, ()))
     ]
     if not all(ends):
         return Verdict(name=name, ok=False, judged=False, evidence="no final loss: set train.evaluate_sequences")
@@ -293,7 +305,7 @@ def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liar
 
 
 def _paired_rise(with_liars: Event, without: Event) -> tuple[float, float]:
-    """How far one final loss is above the other, and its standard error over the sequences that both evaluated."""
+    """Return how far one final loss is above the other, and the standard error over the sequences of both."""
     pairs = list(zip(with_liars.get("sequence_losses") or (), without.get("sequence_losses") or (), strict=False))
     differences = [float(above) - float(below) for above, below in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf

@@ -1,4 +1,4 @@
-"""A drill from beginning to end: a run with faults, a replay without, the verdicts, the signed record."""
+"""Perform a drill: train with the faults, replay without them, judge both records."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from phalanx.train.drill.step_history import DrillHistory, layout_sequence, read
 from phalanx.units import plural
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
-NOTICE_S = 5.0  # beyond dead_after_s, for the incident of a fault to be written
-LINKS = ("partition", "slow-link", "lossy-link")  # need hosts with a network of their own
+# Beyond dead_after_s, for the incident of a fault to be written.
+NOTICE_S = 5.0
+# These need hosts with separate networks.
+LINKS = ("partition", "slow-link", "lossy-link")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillSettings:
-    """What a drill runs on, the same for every attempt."""
+    """The settings of a drill, the same for every attempt."""
 
     plan: Plan
     runs: Path
@@ -45,29 +47,33 @@ class DrillSettings:
     spares: int
     environ: Mapping[str, str]
     allow_code: bool = False
-    minutes: float = 0.0  # after which the run is asked to stop; 0: when its steps are done
+    # After so many minutes the run is asked to stop; 0: when its steps are done.
+    minutes: float = 0.0
     replay: bool = True
-    drawn: bool = False  # the faults were drawn by chance: some come too late, and nobody asked for each of them
+    # The faults were drawn at random: some come too late, and not each of them must fire.
+    drawn: bool = False
     tell: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillNumbers:
-    """What was measured, and what the plan counted with."""
+    """The measurements of a drill, and the plan's predictions."""
 
     wall_s: float
     steps: int
     faults: int
-    recovery_s: float | None  # median over the faults that somebody had to recover from
+    recovery_s: float | None  # median over the faults that required a recovery
     recovery_worst_s: float | None
     planned_recovery_s: float
-    effective: float | None  # productive share of the time without start-up and shutdown; not the ledger's, of all time
-    planned_effective: float  # with these failures, each at what the plan assumed
+    # Productive share of the time without start-up and shutdown; the ledger's is of all time.
+    effective: float | None
+    # Predicted with these failures, each at the cost that the plan assumed.
+    planned_effective: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillResult:
-    """A drill that was done and judged."""
+    """The verdicts and measurements of a drill."""
 
     run: Run
     state: str
@@ -79,19 +85,22 @@ class DrillResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every verdict holds; one that could not be judged does not."""
+        """True when every verdict holds; one that could not be judged does not."""
         return all(verdict.ok for verdict in self.verdicts)
 
     @property
     def broken(self) -> bool:
-        """Whether a verdict that could be judged does not hold."""
+        """True when a verdict that could be judged does not hold."""
         return any(verdict.judged and not verdict.ok for verdict in self.verdicts)
 
 
 def perform_drill(
     scene: DrillSettings, faults: Sequence[Fault], *, reference: DrillHistory | None = None
 ) -> DrillResult:
-    """Run with the faults, replay without, judge. A `reference` of the same member sequence saves the replay."""
+    """Train with the faults, replay without them, and judge.
+
+    A `reference` of the same member sequence saves the replay.
+    """
     run = _make_run(scene, scene.runs, faults, {})
     scene.tell(f"  run: {run.path}")
     ended = _run_drill(scene, run, faults)
@@ -103,12 +112,12 @@ def perform_drill(
         is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference) and not left_out
         replayed = reference if is_alike else _replay_drill(scene, run, history, left_out)
     shots = firings.read_firings(run)
-    # With how = "raise" saves fail, and events are written as ever.
+    # With how = "raise" saves fail, but events are still written.
     lasted_s = {fault.id: fault.for_s for fault in faults if fault.kind == "disk-full" and fault.how == "limit"}
     full = [
-        judge.FullDisk(pid=one.pid, begin_s=one.t_s, end_s=one.t_s + lasted_s[one.id])
-        for one in shots
-        if one.id in lasted_s
+        judge.FullDisk(pid=shot.pid, begin_s=shot.t_s, end_s=shot.t_s + lasted_s[shot.id])
+        for shot in shots
+        if shot.id in lasted_s
     ]
     expected = expected_samples(scene.plan)
     if presence is not None:
@@ -116,31 +125,32 @@ def perform_drill(
     else:
         verdicts = judge.judge_history(history, expected=expected, replay=replayed, full=full)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
-    found = fault_outcomes(history, faults, shots, patience_s=patience_s)
-    verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
-    verdicts += judge_refused(history, found, drawn=scene.drawn)
+    outcomes = fault_outcomes(history, faults, shots, patience_s=patience_s)
+    verdicts.append(judge_noticed(outcomes, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
+    verdicts += judge_refused(history, outcomes, drawn=scene.drawn)
     try:
         verdicts.append(judge.judge_ledger(run))
     except (PhalanxError, ImportError, KeyError, ValueError) as error:
         verdicts.append(Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}"))
     verdicts.append(_ending_verdict(ended, history, faults, minutes=scene.minutes))
-    counts = Counter(one.id for one in shots)
+    counts = Counter(shot.id for shot in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
-    if not scene.drawn:  # of what chaos draws some come too late; what was asked for by name must have happened
+    # Faults that chaos draws may come too late; faults that were named must have fired.
+    if not scene.drawn:
         verdicts.append(judge_injected(faults, counts))
     return DrillResult(
         run=run,
         state=ended[0],
         message=ended[1],
-        outcomes=tuple(found),
+        outcomes=tuple(outcomes),
         not_fired=tuple(missing),
         verdicts=tuple(verdicts),
-        numbers=_drill_numbers(scene.plan, run, history, found),
+        numbers=_drill_numbers(scene.plan, run, history, outcomes),
     )
 
 
 def judge_injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
-    """Whatever was asked for by name happened, and as often as it was asked for; `counts` is by the fault's id."""
+    """Judge whether every named fault fired as often as it should; `counts` is by the fault's id."""
     wrong = [
         f"{fault.text} fired {counts.get(fault.id, 0):,} of {plural(fault.times, 'time')}"
         if fault.times > 1
@@ -174,7 +184,7 @@ def _make_run(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: M
 def _run_drill(
     scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step: int | None = None
 ) -> tuple[str, str]:
-    """(state, message) at the end."""
+    """Launch the run with its faults; returns (state, message) at the end."""
     with ExitStack() as stack:
         net = stack.enter_context(DrillNetwork(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
         hosts = _drill_hosts(scene, net)
@@ -204,7 +214,7 @@ def _run_drill(
         except DrillStuck as error:
             return "stuck", str(error)
     if len(ended.signals) > sum(fault.kind == "sigterm" for fault in faults):
-        # Somebody wants the drill to end, not only this run: the signal does now what it would have done before.
+        # The user wants the drill to end, not only this run: raise the signal again, with its usual effect.
         signal.raise_signal(ended.signals[-1])
         raise KeyboardInterrupt
     return ended.state, ended.message
@@ -223,11 +233,13 @@ def _drill_hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSp
 def _replay_drill(
     scene: DrillSettings, run: Run, history: DrillHistory, left_out: Mapping[str, Sequence[int]]
 ) -> DrillHistory:
-    """The same job with the same member sequence and no fault but those that all ranks agreed to skip.
+    """Train the same job with the same member sequence, without faults except steps that all ranks agreed to skip.
 
-    Ranks that were `left_out` of a step take part in it, and learn nothing from it.
+    Ranks that were `left_out` of a step take part in it and learn nothing from it.
     """
-    poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
+    poisoned = [
+        execution.step for execution in history.chain if execution.skipped and _not_finite(execution.ranks.values())
+    ]
     faults = [parse_fault(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
     again = _make_run(
         scene, run.path / "replay", faults, {"formations": layout_sequence(history), "left_out": left_out}
@@ -239,7 +251,7 @@ def _replay_drill(
 
 
 def expected_samples(plan: Plan) -> ExpectedSamples:
-    """The samples of a step, as the sampler orders them."""
+    """Return a function that gives the samples of a step in the sampler's order."""
     from phalanx.train.data.batches import BatchPlan
     from phalanx.train.data.token_samples import TokenDataset
 
@@ -257,22 +269,23 @@ def _not_finite(events: Iterable[Mapping[str, Any]]) -> bool:
 def _ending_verdict(
     ended: tuple[str, str], history: DrillHistory, faults: Sequence[Fault], *, minutes: float
 ) -> Verdict:
-    """`ended` is the state and the message at the end."""
+    """Judge the end of the run; `ended` is its state and message."""
     kinds = {fault.kind for fault in faults}
-    wanted: tuple[str, ...]
-    if any(fault.kind == "crash-loop" and fault.slot is None for fault in faults):  # without its slot a run may go on
-        wanted = ("failed",)
+    wanted_states: tuple[str, ...]
+    # With the slot excluded a run may continue.
+    if any(fault.kind == "crash-loop" and fault.slot is None for fault in faults):
+        wanted_states = ("failed",)
     elif "sigterm" in kinds:
-        wanted = ("stopped",)
+        wanted_states = ("stopped",)
     else:
-        wanted = ("done", "stopped") if minutes else ("done",)
-    return judge.judge_ending(history, state=ended[0], wanted=wanted, message=ended[1])
+        wanted_states = ("done", "stopped") if minutes else ("done",)
+    return judge.judge_ending(history, state=ended[0], wanted=wanted_states, message=ended[1])
 
 
 def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
-    times = [one.recovered_s for one in found if one.recovered_s is not None]
+    times = [outcome.recovered_s for outcome in found if outcome.recovered_s is not None]
     effective, between_s = _measured_effective(run)
-    failures = len({one.generation for one in found if one.recovered_s is not None})
+    failures = len({outcome.generation for outcome in found if outcome.recovered_s is not None})
     return DrillNumbers(
         wall_s=_wall_s(history),
         steps=len(history.chain),
@@ -286,10 +299,10 @@ def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[
 
 
 def _planned_effective(plan: Plan, *, trained_s: float, failures: int) -> float:
-    """The share of time that trains if each of the drill's failures cost what the plan assumed.
+    """Return the share of time that trains if each of the drill's failures cost what the plan assumed.
 
-    With copies in memory only a step is redone. A drill fails far more often than a cluster, so its failures are added
-    to the time that it trained: taken as a rate they could cost more time than there is.
+    With in-memory checkpoints only a step is redone. A drill fails far more often than a cluster, so its failures are
+    added to the time that it trained: taken as a rate they could cost more time than there is.
     """
     figures = plan.reliability
     redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2
@@ -302,18 +315,22 @@ def _wall_s(history: DrillHistory) -> float:
     moments = [float(event["t"]) for event in history.ranks] + [
         generation.began_s for generation in history.generations[:1]
     ]
-    if not moments:  # no membership came to be
+    # No membership ever formed.
+    if not moments:
         return 0.0
     return max([*moments, *([float(history.end["t"])] if history.end is not None else [])]) - min(moments)
 
 
 def _measured_effective(run: Run) -> tuple[float | None, float]:
-    """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
+    """Return the share of the time between launch and end that trained, and that time in seconds.
+
+    Start-up and shutdown are left out, because a plan does not predict them.
+    """
     try:
         from phalanx.record.account.ledger import read_ledger
 
-        found = read_ledger(run)
+        ledger = read_ledger(run)
     except (PhalanxError, KeyError, ValueError):
         return None, 0.0
-    between_s = found.wall_s - found.accounts.init - found.accounts.stopping
-    return (found.accounts.productive / between_s if between_s > 0 else None), max(between_s, 0.0)
+    between_s = ledger.wall_s - ledger.accounts.init - ledger.accounts.stopping
+    return (ledger.accounts.productive / between_s if between_s > 0 else None), max(between_s, 0.0)

@@ -1,7 +1,8 @@
-"""Drills of `fault.on_loss = "leave-out"`: which model replicas learnt each step, from the records alone. Pure.
+"""Judge drills of `fault.on_loss = "leave-out"` from the records alone: which model replicas learnt each step. Pure.
 
-Within a generation ranks tell who is present each time that changes ("regroup" events), and from which step they go on.
-A rank has no step of its own where its replica was out, or where it took over a step that another replica had finished.
+Within a generation ranks record which replicas are present each time that changes ("regroup" events), and from which
+step they continue. A rank records no step where its replica was out, or where it took over a step that another replica
+had finished.
 """
 
 from __future__ import annotations
@@ -26,66 +27,73 @@ from phalanx.train.drill.judge import (
 from phalanx.train.drill.step_history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.units import first_few, plural
 
-# A sum of two numbers has no order. Of three or more the order depends on how many replicas there are.
+# The largest number of replicas whose sum has the same bits in any order; of three or more the order of the sum
+# depends on how many replicas there are.
 MOST_EXACT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaPresence:
-    """Who took part, by generation: the replicas of its layout, and by step those that were present."""
+    """The replicas of each generation's layout, and by step those that were present."""
 
     replicas: Mapping[int, ModelReplicas]
-    present: Mapping[tuple[int, int], frozenset[int]]  # (generation, step) -> replicas
-    gaps: Mapping[tuple[int, int], tuple[range, ...]]  # (generation, rank) -> steps it went past when it regrouped
-    wrong: tuple[str, ...]  # ranks that tell of different replicas in one step, or steps out of order
+    # By (generation, step): the replicas present.
+    present: Mapping[tuple[int, int], frozenset[int]]
+    # By (generation, rank): the steps that it skipped when it regrouped.
+    gaps: Mapping[tuple[int, int], tuple[range, ...]]
+    # Ranks that recorded different replicas in one step, or steps out of order.
+    wrong: tuple[str, ...]
 
     @classmethod
     def of(cls, history: DrillHistory) -> ReplicaPresence:
-        """Read from the events of the ranks, each in the order it wrote them."""
+        """Read the presence from the events of the ranks, each in the order it wrote them."""
         replicas = {
-            one.number: ModelReplicas.of(Layout(**one.layout)) for one in history.generations if "data" in one.layout
+            membership.number: ModelReplicas.of(Layout(**membership.layout))
+            for membership in history.generations
+            if "data" in membership.layout
         }
         reported: dict[tuple[int, int], dict[frozenset[int], int]] = defaultdict(dict)
         gaps: dict[tuple[int, int], list[range]] = defaultdict(list)
         newest: dict[tuple[int, int], frozenset[int]] = {}
-        due: dict[tuple[int, int], int] = {}  # the step that a rank must tell next
+        due: dict[tuple[int, int], int] = {}  # the step that a rank must record next
         wrong = []
         for event in history.ranks:
             number, rank = int(event.get("epoch", -1)), int(event["rank"])
-            generation, who = history.generation(number), (number, rank)
+            generation, key = history.generation(number), (number, rank)
             if generation is None or number not in replicas:
                 continue
-            expected = due.get(who, generation.restore_step)
+            expected = due.get(key, generation.restore_step)
             if event["event"] == "regroup":
                 reached = int(event["step"])
-                newest[who] = frozenset(int(one) for one in event["present"])
+                newest[key] = frozenset(int(replica) for replica in event["present"])
                 if reached < expected - LAST_STEPS:
                     wrong.append(f"generation {number}, rank {rank}: went back from step {expected} to {reached}")
                 if reached > expected:
-                    gaps[who].append(range(expected, reached))
-                    if not event.get("behind"):  # it did these steps itself, and should have told of them
+                    gaps[key].append(range(expected, reached))
+                    # It did these steps itself, and should have recorded them.
+                    if not event.get("behind"):
                         wrong.append(f"generation {number}, rank {rank}: steps {expected} to {reached - 1} are missing")
-                due[who] = reached
+                due[key] = reached
             elif event["event"] == "step":
                 step = int(event["step"])
                 if step != expected:
                     wrong.append(f"generation {number}, rank {rank}: step {step} where {expected} was due")
-                present = newest.get(who, frozenset(range(replicas[number].count)))
+                present = newest.get(key, frozenset(range(replicas[number].count)))
                 reported[number, step].setdefault(present, rank)
-                due[who] = step + 1
+                due[key] = step + 1
         for (number, step), by_present in reported.items():
             if len(by_present) > 1:
-                said = ", ".join(f"{sorted(one)} (rank {rank})" for one, rank in by_present.items())
-                wrong.append(f"generation {number}, step {step}: present were {said}")
+                text = ", ".join(f"{sorted(present_)} (rank {rank})" for present_, rank in by_present.items())
+                wrong.append(f"generation {number}, step {step}: present were {text}")
         return cls(
             replicas=replicas,
             present={key: next(iter(by_present)) for key, by_present in reported.items()},
-            gaps={who: tuple(found) for who, found in gaps.items()},
+            gaps={member: tuple(ranges) for member, ranges in gaps.items()},
             wrong=tuple(wrong),
         )
 
     def left_out(self, one: StepExecution) -> frozenset[int]:
-        """The replicas that a step was done without."""
+        """Return the replicas that a step was done without."""
         replicas = self.replicas.get(one.generation)
         present = self.present.get((one.generation, one.step))
         if replicas is None or present is None:
@@ -93,24 +101,26 @@ class ReplicaPresence:
         return frozenset(range(replicas.count)) - present
 
     def is_exact(self, history: DrillHistory) -> bool:
-        """Whether every sum has the same bits in a replay that counts the left-out replicas as nothing."""
-        short = [one for one in history.chain if self.left_out(one)]
-        return all(len(self.present[one.generation, one.step]) <= MOST_EXACT for one in short)
+        """True when every sum has the same bits in a replay that counts the left-out replicas as nothing."""
+        short = [execution for execution in history.chain if self.left_out(execution)]
+        return all(len(self.present[execution.generation, execution.step]) <= MOST_EXACT for execution in short)
 
 
 def left_out_ranks(history: DrillHistory, presence: ReplicaPresence) -> dict[str, list[int]]:
-    """By step of the chain, the ranks that it was done without: in a replay they learn nothing from it either."""
+    """Return, by step of the chain, the ranks it was done without, which learn nothing from it in a replay either."""
     return {
-        str(one.step): sorted(rank for replica in out for rank in presence.replicas[one.generation].ranks(replica))
-        for one in history.chain
-        if (out := presence.left_out(one))
+        str(execution.step): sorted(
+            rank for replica in out for rank in presence.replicas[execution.generation].ranks(replica)
+        )
+        for execution in history.chain
+        if (out := presence.left_out(execution))
     }
 
 
 def judge_replica_history(
     history: DrillHistory, presence: ReplicaPresence, *, expected: ExpectedSamples, replay: DrillHistory | None
 ) -> list[Verdict]:
-    """As `judge_history`, where replicas come and go within a generation."""
+    """Return all verdicts on a run whose replicas come and go within a generation, as `judge_history` does."""
     verdicts = [judge_digests(history)]
     if replay is not None:
         verdicts.append(judge_replay(history, replay, is_exact=presence.is_exact(history)))
@@ -123,18 +133,18 @@ def judge_replica_digests(history: DrillHistory, presence: ReplicaPresence) -> V
     """Ranks that hold the same shard in each replica have the same bits of it after every step."""
     wrong = []
     compared = 0
-    for one in history.executions:
-        replicas = presence.replicas.get(one.generation)
+    for execution in history.executions:
+        replicas = presence.replicas.get(execution.generation)
         by_position: dict[int, dict[str, int]] = defaultdict(dict)
         if replicas is None:
             continue
-        for rank, digest in one.digests.items():
+        for rank, digest in execution.digests.items():
             by_position[replicas.place(rank)[1]].setdefault(digest, rank)
             compared += 1
         for digests in by_position.values():
             if len(digests) > 1:
-                said = ", ".join(f"{digest[:12]} (rank {rank})" for digest, rank in digests.items())
-                wrong.append(f"generation {one.generation}, step {one.step}: {said}")
+                digests_text = ", ".join(f"{digest[:12]} (rank {rank})" for digest, rank in digests.items())
+                wrong.append(f"generation {execution.generation}, step {execution.step}: {digests_text}")
     if history.chain and not compared:
         wrong.append("there is no digest to compare")
     return Verdict(
@@ -143,46 +153,53 @@ def judge_replica_digests(history: DrillHistory, presence: ReplicaPresence) -> V
 
 
 def judge_replica_steps(history: DrillHistory, presence: ReplicaPresence) -> Verdict:
-    """Every rank took its steps one by one, but for those it went past when replicas regrouped."""
+    """Every rank took its steps one by one, except those it skipped when replicas regrouped."""
     wrong = list(presence.wrong)
     for generation in history.generations:
         if generation.steps and not generation.restored:
             wrong.append(f"generation {generation.number} trained without a logged restore")
         if len(states := sorted(set(generation.found.values()))) > 1:
             wrong.append(f"generation {generation.number}: ranks restored different states: {states}")
-    short = sum(bool(presence.left_out(one)) for one in history.chain)
-    generations, done = plural(len(history.generations), "generation"), plural(len(history.executions), "step")
-    text = f"{generations}, {done} done, {short:,} without a replica, {len(history.undone):,} undone"
+    short = sum(bool(presence.left_out(execution)) for execution in history.chain)
+    generations, done_text = plural(len(history.generations), "generation"), plural(len(history.executions), "step")
+    text = f"{generations}, {done_text} done, {short:,} without a replica, {len(history.undone):,} undone"
     return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
 def judge_replica_samples(history: DrillHistory, presence: ReplicaPresence, expected: ExpectedSamples) -> Verdict:
-    """Replicas that were present learnt from their samples of the step, each once; those of the others are skipped."""
+    """Replicas that were present learnt from their samples of the step, each once.
+
+    The samples of absent replicas are skipped.
+    """
     wrong = []
     total = skipped = unknown = 0
-    for one in history.chain:
-        generation, replicas = history.generation(one.generation), presence.replicas.get(one.generation)
+    for execution in history.chain:
+        generation, replicas = history.generation(execution.generation), presence.replicas.get(execution.generation)
         if generation is None or replicas is None:
-            wrong.append(f"step {one.step}: its layout is not known")
+            wrong.append(f"step {execution.step}: its layout is not known")
             continue
-        batch = expected(one.step)
+        batch = expected(execution.step)
         dealing = BatchDeal.of(replicas.layout)
-        out = presence.left_out(one)
+        out = presence.left_out(execution)
         skipped += len(out)
         for rank in range(generation.world):
             replica = replicas.place(rank)[0]
-            recorded = one.samples.get(rank)
+            recorded = execution.samples.get(rank)
             if replica in out:
                 if recorded is not None:
-                    wrong.append(f"step {one.step}: rank {rank} took part, and its replica {replica} was left out")
+                    wrong.append(
+                        f"step {execution.step}: rank {rank} took part, and its replica {replica} was left out"
+                    )
                 continue
-            mine = dealing.real(_data_rank(replicas.layout, rank), len(batch))
+            positions = dealing.real(_data_rank(replicas.layout, rank), len(batch))
             if recorded is None:
                 unknown += 1
-                if not _has_gap(history, generation, presence, rank, one.step):
-                    wrong.append(f"step {one.step}: rank {rank} did not record its samples")
-            elif Counter(recorded) != Counter(batch[at] for at in mine):
-                wrong.append(f"step {one.step}, rank {rank}: samples {first_few(sorted(recorded), 6)} are not its own")
+                if not _has_gap(history, generation, presence, rank, execution.step):
+                    wrong.append(f"step {execution.step}: rank {rank} did not record its samples")
+            elif Counter(recorded) != Counter(batch[at] for at in positions):
+                wrong.append(
+                    f"step {execution.step}, rank {rank}: samples {first_few(sorted(recorded), 6)} are not its own"
+                )
             else:
                 total += len(recorded)
     text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}, each in its place"
@@ -200,19 +217,20 @@ def _data_rank(layout: Layout, rank: int) -> int:
 def _has_gap(
     history: DrillHistory, generation: GenerationHistory, presence: ReplicaPresence, rank: int, step: int
 ) -> bool:
-    """Whether a rank that took part in a step may not tell of it: it was lost then, or took the step's end from others.
+    """True when a rank may lack a step that it took part in: it was lost then, or took the step's result from others.
 
-    Only the first steps of a gap: whoever is out does not take part, and a killed rank takes its last lines along.
+    This holds only for the first steps of a gap: a replica that is out does not take part, and a killed rank loses its
+    last lines.
     """
     gaps = presence.gaps.get((generation.number, rank), ())
     if any(step in gap and step - gap.start < LAST_STEPS for gap in gaps):
         return True
-    last = max((number for number, one in generation.steps.items() if rank in one.ranks), default=-1)
-    fallen = {
+    last = max((number for number, execution in generation.steps.items() if rank in execution.ranks), default=-1)
+    lost_ranks = {
         int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == generation.number
     }
     replicas = presence.replicas[generation.number]
-    lost = {replicas.place(one)[0] for one in fallen if 0 <= one < generation.world}
+    lost = {replicas.place(lost_rank)[0] for lost_rank in lost_ranks if 0 <= lost_rank < generation.world}
     return last < step <= last + LAST_STEPS and replicas.place(rank)[0] in lost
 
 
@@ -221,7 +239,7 @@ def judge_kept_processes(history: DrillHistory, presence: ReplicaPresence) -> Ve
     name = "other replicas kept their processes"
     wrong = []
     losses = [event for event in history.replicas if event.get("state") == "left out"]
-    back = sum(event.get("state") == "rejoined" for event in history.replicas)
+    rejoined = sum(event.get("state") == "rejoined" for event in history.replicas)
     for generation in history.generations:
         replicas = presence.replicas.get(generation.number)
         out = {event.get("replica") for event in losses if event.get("epoch") == generation.number}
@@ -229,7 +247,9 @@ def judge_kept_processes(history: DrillHistory, presence: ReplicaPresence) -> Ve
             if replicas is None or replicas.place(rank)[0] not in out:
                 wrong.append(f"generation {generation.number}: rank {rank} was started again")
     rebuilt = max(0, len(history.trained) - 1)
-    text = f"{plural(len(losses), 'replica')} left out, {back} came back, everything rebuilt {plural(rebuilt, 'time')}"
+    text = (
+        f"{plural(len(losses), 'replica')} left out, {rejoined} came back, everything rebuilt {plural(rebuilt, 'time')}"
+    )
     if not losses and not wrong:
         return Verdict(name=name, ok=False, judged=False, evidence=f"{text}: nothing was left out")
     return Verdict(name=name, ok=not wrong, evidence=evidence_text(text, wrong))

@@ -1,4 +1,4 @@
-"""Which faults a drill injects: two standard drills, faults drawn at a rate (chaos), the smallest set that fails.
+"""Choose the faults of a drill: two standard drills, random faults at a rate (chaos), the smallest set that fails.
 
 In the first standard drill ranks are killed in a collective and at every point of a save, one hangs, a gradient is
 poisoned, a bit flips, both hosts fail and the newest checkpoint is damaged before they are back; then SIGTERM. It is
@@ -27,12 +27,13 @@ from phalanx.train.drill.perform import DrillResult
 from phalanx.units import MINUTE_S
 
 MOST_FAULTS = 100_000
-LOSSES = 3  # of one host in a run: a launcher brings a host back so often (elastic.client), and no more
+# Losses of one host in a run: a launcher restarts a host so often (elastic.client), and no more.
+LOSSES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillTarget:
-    """What there is to break."""
+    """The size of the run that is drilled."""
 
     world: int
     hosts: int = 1
@@ -40,8 +41,8 @@ class DrillTarget:
 
 
 DAMAGES = ("flip", "truncate", "swap", "missing")
-# (weight, least hosts, what to inject). Bit flips are not drawn: each takes a place out of service for good, and a
-# long run on one machine would end for want of places, rightly.
+# (weight, fewest hosts, fault to inject). Bit flips are not drawn: each takes a slot out of service for good, and a
+# long run on one machine would run out of slots, rightly.
 Draw = Callable[[random.Random, DrillTarget], str]
 MIX: tuple[tuple[float, int, Draw], ...] = (
     (3, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)}"),
@@ -49,7 +50,7 @@ MIX: tuple[tuple[float, int, Draw], ...] = (
     (1, 1, lambda source, target: f"kill:rank={_pick_ranks(source, target)}"),
     (1, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)},point=init"),
     (1, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)},point=restore"),
-    # Rank 0 passes all points of a save, the others the first four.
+    # Rank 0 passes all points of a save, the other ranks only the first four.
     (2, 1, lambda source, target: f"kill:rank=0,point=save-{source.choice(SAVE_POINTS)}"),
     (1, 1, lambda source, target: f"hang:rank={_pick_rank(source, target)}"),
     (1, 1, lambda source, target: f"raise:rank={_pick_rank(source, target)}"),
@@ -64,29 +65,32 @@ MIX: tuple[tuple[float, int, Draw], ...] = (
 
 
 def draw_faults(*, rate_per_min: float, minutes: float, seed: int, target: DrillTarget) -> tuple[Fault, ...]:
-    """The faults of a chaos run: the same for the same seed, the gaps between them exponential."""
+    """Draw the faults of a chaos run; the same for the same seed, with exponential gaps between them."""
     if rate_per_min * minutes > MOST_FAULTS:
         raise mistake("--chaos", f"{rate_per_min:g} per minute for {minutes:g} minutes is too much", fix="ask for less")
     source = random.Random(seed)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for number, at_s in enumerate(poisson_times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S)):
         fault = _pick_fault(source, target)
-        while fault.kind == "host" and sum(one.kind == "host" and one.host == fault.host for one in found) >= LOSSES:
+        while (
+            fault.kind == "host"
+            and sum(drawn.kind == "host" and drawn.host == fault.host for drawn in faults) >= LOSSES
+        ):
             fault = _pick_fault(source, target)
-        found.append(replace(fault, id=number, at_s=round(at_s, 3)))
-    return tuple(found)
+        faults.append(replace(fault, id=number, at_s=round(at_s, 3)))
+    return tuple(faults)
 
 
 def poisson_times(source: random.Random, *, rate_per_min: float, until_s: float) -> list[float]:
-    """Moments of a Poisson process, in seconds: every gap is drawn, none is the mean."""
-    found: list[float] = []
+    """Draw the times of a Poisson process in seconds, up to `until_s`."""
+    times: list[float] = []
     at_s = 0.0
     while rate_per_min > 0:
         at_s += -math.log1p(-source.random()) * MINUTE_S / rate_per_min
         if at_s >= until_s:
             break
-        found.append(at_s)
-    return found
+        times.append(at_s)
+    return times
 
 
 def _pick_fault(source: random.Random, target: DrillTarget) -> Fault:
@@ -107,18 +111,19 @@ def _pick_ranks(source: random.Random, target: DrillTarget) -> str:
 # The standard drills.
 
 LEAST_WORLD = 2
-LEAST_SLEEP_S = 0.2  # of the slow rank in every step: several times what ranks of one machine differ by
+# Sleep of the slow rank in every step: several times the differences between ranks of one machine.
+LEAST_SLEEP_S = 0.2
 NAMED = "the slow rank was named"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteProof:
-    """What a drill shows, by which faults, and the rules that ask for it."""
+    """A claim that a drill shows, the faults that show it, and the rules that ask for it."""
 
     claim: str
     kinds: tuple[str, ...]
     rules: tuple[str, ...]
-    point: str = ""  # only faults at points that begin so
+    point: str = ""  # only faults at points with this prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,12 +142,13 @@ class SuitePart:
 
 
 def suite_parts(step_s: float) -> tuple[SuitePart, ...]:
-    """The runs of the suite, for a job whose steps take about so long."""
+    """Return the runs of the suite, for a job whose steps take about `step_s` seconds."""
     return (_recovery_part(), _limits_part(step_s))
 
 
 def _recovery_part() -> SuitePart:
-    saves = tuple(f"kill:rank=0,point=save-{point},step=10" for point in SAVE_POINTS)  # a save each, one after another
+    # One kill per save, in consecutive saves.
+    saves = tuple(f"kill:rank=0,point=save-{point},step=10" for point in SAVE_POINTS)
     return SuitePart(
         name="recovery",
         faults=(
@@ -151,8 +157,8 @@ def _recovery_part() -> SuitePart:
             *saves,
             "flip:rank=1,step=36",
             "hang:rank=3,step=40",
-            # Every copy in memory goes, and nobody is left to save again when the newest checkpoint is damaged: so a
-            # restore meets it.
+            # All in-memory checkpoints are lost, and no rank is left to save again when the newest checkpoint is
+            # damaged: so a restore reads the damaged one.
             "host:host=0,step=48",
             "host:host=1,step=48",
             "damage:step=48",
@@ -208,26 +214,34 @@ def _limits_part(step_s: float) -> SuitePart:
 
 
 def suite_faults(part: SuitePart) -> tuple[Fault, ...]:
-    """The faults, numbered."""
+    """Return the part's faults, numbered."""
     return parse_faults(part.faults)
 
 
 def judge_slow_rank(run: Run, *, slow_rank: int, world: int) -> Verdict:
-    """Whether the record names the rank that was slow, and nobody else."""
+    """Judge whether the record names the slow rank, and no other rank."""
     rank = slow_rank % world
     try:
-        found = straggler_scores(RunHistory.open(run))
+        scores = straggler_scores(RunHistory.open(run))
     except (PhalanxError, KeyError, ValueError) as error:
         return Verdict(name=NAMED, ok=False, evidence=f"{type(error).__name__}: {error}")
-    who = [one.rank for one in found.named]
-    shown = ", ".join(f"rank {one.rank} ({one.score:.1f} times its peers)" for one in found.named) or "nobody"
-    return Verdict(name=NAMED, ok=who == [rank], evidence=f"rank {rank} was slow; named: {shown}")
+    named_ranks = [straggler.rank for straggler in scores.named]
+    shown = (
+        ", ".join(f"rank {straggler.rank} ({straggler.score:.1f} times its peers)" for straggler in scores.named)
+        or "nobody"
+    )
+    return Verdict(name=NAMED, ok=named_ranks == [rank], evidence=f"rank {rank} was slow; named: {shown}")
 
 
 def claims_shown(part: SuitePart, result: DrillResult) -> list[tuple[str, tuple[str, ...], bool]]:
-    """(claim, rules, whether it was put to the test) of each proof."""
-    met = any(one.name == REFUSED and MET in one.evidence for one in result.verdicts)  # a restore read what was damaged
-    fired = [one.fault.partition(":") for one in result.outcomes if one.judged and (one.kind != "damage" or met)]
+    """Return (claim, rules, whether a fault tested it) of each proof."""
+    # A restore read the damaged file.
+    was_read = any(verdict.name == REFUSED and MET in verdict.evidence for verdict in result.verdicts)
+    fired = [
+        outcome.fault.partition(":")
+        for outcome in result.outcomes
+        if outcome.judged and (outcome.kind != "damage" or was_read)
+    ]
     claims = []
     for proof in part.proofs:
         point = f"point={proof.point}" if proof.point else ""
@@ -236,7 +250,7 @@ def claims_shown(part: SuitePart, result: DrillResult) -> list[tuple[str, tuple[
     return claims
 
 
-# The smallest part of a schedule that still fails.
+# The smallest subset of a schedule that still fails.
 
 T = TypeVar("T")
 
@@ -248,7 +262,7 @@ def shrink_schedule(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[T, ...]:
-    """A part of `items` that still fails, as small as the time allows; `items` themselves are known to fail.
+    """Return a subset of `items` that still fails, as small as the time allows; all of `items` is known to fail.
 
     Delta debugging (Zeller and Hildebrandt 2002).
 
@@ -256,25 +270,25 @@ def shrink_schedule(
     (7, 42)
     """
     until_s = clock() + budget_s
-    left, parts = tuple(items), 2
-    while len(left) >= 2:
-        for candidate in _smaller_candidates(left, parts):
+    remaining, num_parts = tuple(items), 2
+    while len(remaining) >= 2:
+        for candidate in _smaller_candidates(remaining, num_parts):
             if clock() >= until_s:
-                return left
+                return remaining
             if fails(candidate):
-                # A part that fails alone is cut in two again; one that only shed something keeps its grain.
-                parts = 2 if len(candidate) <= len(left) // parts + 1 else max(parts - 1, 2)
-                left = candidate
+                # A part that fails alone is halved again; after removing a part the parts keep their size.
+                num_parts = 2 if len(candidate) <= len(remaining) // num_parts + 1 else max(num_parts - 1, 2)
+                remaining = candidate
                 break
         else:
-            if parts >= len(left):
+            if num_parts >= len(remaining):
                 break
-            parts = min(2 * parts, len(left))
-    return left
+            num_parts = min(2 * num_parts, len(remaining))
+    return remaining
 
 
 def _smaller_candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]:
-    """Each part alone, then all but each part."""
+    """Return each part alone, then all items without each part."""
     size, more = divmod(len(items), parts)
     cuts = [0]
     for number in range(parts):
@@ -282,4 +296,4 @@ def _smaller_candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]
     ranges = list(pairwise(cuts))
     alone = [items[low:high] for low, high in ranges]
     without = [items[:low] + items[high:] for low, high in ranges] if parts > 2 else []
-    return [one for one in (*alone, *without) if one]
+    return [candidate for candidate in (*alone, *without) if candidate]

@@ -1,7 +1,7 @@
-"""What a run did, from its records alone: every execution of every step, and which of them stayed.
+"""Rebuild from its records what a run did: every execution of every step, and the chain of those that stayed.
 
-A rank's state after a step is known by its *lineage*: from which state, in which layout, the step was taken. Two
-executions of one lineage are the same computation and must give the same bits, whether one of them was undone by a
+A rank's state after a step is identified by its *lineage*: from which state, in which layout, the step was taken. Two
+executions of one lineage are the same computation and must give the same bits, even when one of them was undone by a
 restore, or done in another run.
 """
 
@@ -21,7 +21,7 @@ START = "start"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationMember:
-    """A rank of a generation, and where it ran."""
+    """A rank of a generation, with its host, slot and process."""
 
     rank: int
     host: str
@@ -31,7 +31,7 @@ class GenerationMember:
 
 @dataclass(slots=True)
 class StepExecution:
-    """One step in one generation, as its ranks told it. `step` is the step's number, from 0."""
+    """One step in one generation, as its ranks recorded it. `step` is the step's number, from 0."""
 
     generation: int
     step: int
@@ -39,33 +39,33 @@ class StepExecution:
     lineage: str = ""
     skipped: bool = False
     loss: float | None = None
-    ended_s: float = 0.0  # when the last rank said so
+    ended_s: float = 0.0  # Unix time at which the last rank recorded it
     ranks: dict[int, Event] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        """Whether every rank told of it."""
+        """True when every rank recorded the step."""
         return len(self.ranks) == self.world
 
     @property
     def held(self) -> int:
-        """The newest number of steps whose state memory held on every rank when this one ended."""
+        """The newest step whose in-memory checkpoints were held on every rank when this step ended."""
         return max((int(event["held"]) for event in self.ranks.values() if event.get("held") is not None), default=0)
 
     @property
     def digests(self) -> dict[int, str]:
-        """Digest of the parameters by rank, of the ranks that told it."""
+        """The digest of the parameters by rank, for ranks that recorded one."""
         return {rank: str(event["digest"]) for rank, event in self.ranks.items() if event.get("digest")}
 
     @property
     def samples(self) -> dict[int, list[int]]:
-        """Samples by rank."""
+        """The samples by rank, for ranks that recorded them."""
         return {rank: event["samples"] for rank, event in self.ranks.items() if isinstance(event.get("samples"), list)}
 
 
 @dataclass(slots=True)
 class GenerationHistory:
-    """One membership: what it began from and what it did."""
+    """One membership: the state it began from, and the steps it did."""
 
     number: int
     began_s: float
@@ -75,17 +75,22 @@ class GenerationHistory:
     reason: str = ""
     restore_step: int = 0
     source: str = START  # memory, disk or start
-    restored: bool = False  # whether a restore was logged
-    went_s: float | None = None  # when all members had left what they were in, and were let go
-    found: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and source, as each rank found them
+    restored: bool = False  # True when a restore was logged
+    # Unix time at which all members had left the generation before, and could start.
+    went_s: float | None = None
+    # By rank: the step and source that it restored.
+    found: dict[int, tuple[int, str]] = field(default_factory=dict)
     steps: dict[int, StepExecution] = field(default_factory=dict)
-    undone: list[StepExecution] = field(default_factory=list)  # of earlier generations, by this one's restore
-    kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this generation found it
-    rejoined: set[int] = field(default_factory=set)  # ranks of model replicas that were left out and came back
+    # Steps of earlier generations that this one's restore undid.
+    undone: list[StepExecution] = field(default_factory=list)
+    # Checkpoint step -> lineage, for the checkpoints that existed when this generation began.
+    kept: dict[int, str] = field(default_factory=dict)
+    # Ranks of model replicas that were left out and rejoined.
+    rejoined: set[int] = field(default_factory=set)
 
     @property
     def membership_key(self) -> str:
-        """Two generations of the same membership compute alike."""
+        """The layout as text: two generations with the same key compute alike."""
         return json.dumps(self.layout, sort_keys=True)
 
 
@@ -96,36 +101,41 @@ class DrillHistory:
     generations: list[GenerationHistory]
     chain: list[StepExecution]
     incidents: list[Event]
-    replacements: list[Event]  # processes that were lost while they left a generation that had ended
+    # Processes that were lost while they left a generation that had ended.
+    replacements: list[Event]
     quarantines: list[Event]
-    replicas: list[Event]  # model replicas that were left out or came back, as the coordinator told it
-    checkpoints: list[Event]  # commits, as ranks told them
+    # Events of the coordinator: model replicas that were left out or rejoined.
+    replicas: list[Event]
+    checkpoints: list[Event]  # commits, as ranks recorded them
     ranks: list[Event]  # every event of every rank, in the order of time
     end: Event | None
-    torn: int  # lines that were no events
+    torn: int  # lines that are not events
 
     @property
     def trained(self) -> list[GenerationHistory]:
-        """Those that came to be: a member may fall before the others have answered, and nothing was restored then."""
+        """The generations that trained.
+
+        A generation ends before its restore when a member fails before the others have answered.
+        """
         return [generation for generation in self.generations if generation.restored or generation.steps]
 
     @property
     def executions(self) -> list[StepExecution]:
-        """Everything that was done, undone or not, in order."""
-        return [one for generation in self.generations for _, one in sorted(generation.steps.items())]
+        """All executions in order, undone or not."""
+        return [execution for generation in self.generations for _, execution in sorted(generation.steps.items())]
 
     @property
     def undone(self) -> list[StepExecution]:
-        """What restores took back."""
-        return [one for generation in self.generations for one in generation.undone]
+        """The executions that restores undid."""
+        return [execution for generation in self.generations for execution in generation.undone]
 
     def generation(self, number: int) -> GenerationHistory | None:
-        """The generation of a number."""
-        return next((one for one in self.generations if one.number == number), None)
+        """Return the generation with this number, or None."""
+        return next((candidate for candidate in self.generations if candidate.number == number), None)
 
 
 def read_history(run: Run) -> DrillHistory:
-    """The history of a run that has ended, or as far as it has come."""
+    """Read the history of a run from its event files; of a run in progress, its history so far."""
     supervisor, torn = read_events(run.path / "supervisor.jsonl")
     ranks: list[Event] = []
     for path in run.event_files():
@@ -136,7 +146,7 @@ def read_history(run: Run) -> DrillHistory:
 
 
 def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> DrillHistory:
-    """Generations from the supervisor's events, executions from the ranks', and the chain that stayed."""
+    """Build generations from the supervisor's events, executions from the ranks', and the chain that stayed."""
     reported = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
     history = DrillHistory(
         generations=[],
@@ -157,9 +167,11 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         if event["event"] == "step" and generation is not None:
             _add_step(generation, event)
         elif event["event"] == "ready" and generation is not None and event.get("source") == "replica":
-            generation.rejoined.add(int(event["rank"]))  # takes the state of those that train: nothing is restored
+            # It takes the state of the replicas that train: nothing is restored.
+            generation.rejoined.add(int(event["rank"]))
         elif event["event"] == "ready" and generation is not None:
-            # What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back.
+            # The state that a rank restored counts, not the one that it was sent: a damaged copy makes all of them
+            # go further back.
             source = str(event.get("source") or generation.source)
             generation.found[int(event["rank"])] = (int(event.get("step") or 0), source)
             generation.restore_step, generation.source = generation.found[int(event["rank"])]
@@ -196,12 +208,12 @@ def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
 def _generation_history(event: Event) -> GenerationHistory:
     members = tuple(
         GenerationMember(
-            rank=int(one.get("rank", -1)),
-            host=str(one.get("host", "")),
-            slot=int(one.get("slot", -1)),
-            pid=int(one.get("pid") or -1),
+            rank=int(member.get("rank", -1)),
+            host=str(member.get("host", "")),
+            slot=int(member.get("slot", -1)),
+            pid=int(member.get("pid") or -1),
         )
-        for one in event.get("members") or ()
+        for member in event.get("members") or ()
     )
     layout = event.get("layout")
     return GenerationHistory(
@@ -216,18 +228,18 @@ def _generation_history(event: Event) -> GenerationHistory:
 
 def _add_step(generation: GenerationHistory, event: Event) -> None:
     step = int(event["step"])
-    one = generation.steps.setdefault(
+    execution = generation.steps.setdefault(
         step, StepExecution(generation=generation.number, step=step, world=generation.world)
     )
-    one.ranks[int(event["rank"])] = event
-    one.skipped |= bool(event.get("skipped"))
-    one.loss = event.get("loss") if one.loss is None else one.loss
-    one.ended_s = max(one.ended_s, float(event["t"]))
+    execution.ranks[int(event["rank"])] = event
+    execution.skipped |= bool(event.get("skipped"))
+    execution.loss = event.get("loss") if execution.loss is None else execution.loss
+    execution.ended_s = max(execution.ended_s, float(event["t"]))
 
 
 def _build_chain(history: DrillHistory) -> None:
-    """Apply the restores: each cuts the chain, each generation grows it. Steps that leave a gap are not in it."""
-    saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
+    """Apply the restores: each cuts the chain, then its generation extends it. Steps after a gap are left out."""
+    saved: dict[int, str] = {}  # checkpoint step -> lineage of its state
     commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}
     chain = history.chain
     for generation in history.trained:
@@ -235,12 +247,12 @@ def _build_chain(history: DrillHistory) -> None:
         lineage = _lineage_at(chain, generation, saved)
         generation.undone = chain[generation.restore_step :]
         del chain[generation.restore_step :]
-        for step, one in sorted(generation.steps.items()):
-            text = json.dumps([lineage, generation.membership_key, step, one.skipped])
+        for step, execution in sorted(generation.steps.items()):
+            text = json.dumps([lineage, generation.membership_key, step, execution.skipped])
             child = hashlib.sha256(text.encode()).hexdigest()[:16]
-            lineage = one.lineage = child
+            lineage = execution.lineage = child
             if step == len(chain):
-                chain.append(one)
+                chain.append(execution)
             if (generation.number, step + 1) in commits:
                 saved[step + 1] = lineage
 
@@ -255,12 +267,12 @@ def _lineage_at(chain: list[StepExecution], generation: GenerationHistory, saved
 
 
 def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:
-    """The member sequence of the chain: `[{"from_step": 0, "layout": {...}}, …]`, for a replay without faults."""
-    found: list[dict[str, Any]] = []
+    """Return the member sequence of the chain, for a replay: `[{"from_step": 0, "layout": {...}}, …]`."""
+    sequence: list[dict[str, Any]] = []
     before = ""
-    for one in history.chain:
-        generation = history.generation(one.generation)
+    for execution in history.chain:
+        generation = history.generation(execution.generation)
         if generation is not None and generation.membership_key != before:
             before = generation.membership_key
-            found.append({"from_step": one.step, "layout": generation.layout})
-    return found
+            sequence.append({"from_step": execution.step, "layout": generation.layout})
+    return sequence
