@@ -143,6 +143,7 @@ def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
 def _record_incident(decision: Decision, cause: Failure) -> None:
     """Record it, once; a slot that fails again and again is left alone when there is another."""
     state, membership = decision.state, decision.state.membership
+    assert state.noticed_s is not None
     if not state.is_new_incident:
         return
     history = _history_with(decision, cause)
@@ -165,7 +166,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
         stack=cause.stack,
         others=[rank for rank in sorted(state.failures) if rank != cause.rank],
         in_a_row=state.saved.failures,
-        waited_s=round(decision.now_s - state.noticed_s, 3) if state.noticed_s is not None else 0.0,
+        waited_s=round(decision.now_s - state.noticed_s, 3),
     )
 
 
