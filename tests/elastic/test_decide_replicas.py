@@ -537,6 +537,7 @@ def test_a_replica_that_is_taken_in_too_late_does_not_hold_up_the_end() -> None:
     play = Play()
     play.lose(3)
     play.come_back()
+    play.hear("connected", epoch=1, slot=0, round=2)  # of the others
     for slot in (0, 1, 4, 5):
         play.hear("left", slot=slot, epoch=1, step=9, state="done", why="")
     play.tick(0.2)
