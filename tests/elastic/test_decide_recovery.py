@@ -413,6 +413,7 @@ def test_going_astray_at_ever_other_steps_ends_the_run_after_its_restarts() -> N
         run.ready()
         run.advance(step)
     assert (step, why(run)) == (15, "4 failures in a row, without a new step between (fault.restarts = 3)")
+    assert (run.end.rollback is not None, len(run.rollbacks), run.generation) == (True, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,8 @@ def test_going_astray_again_and_again_after_new_steps_ends_the_run() -> None:
             break
         run.ready()
     assert why(run).startswith("6 failures with Astray, last of slot 0 of host a, and no rank is known to blame; ")
+    assert run.end is not None
+    assert (run.end.rollback is not None, len(run.rollbacks), run.generation) == (True, 5, 6)
 
 
 # ---- ranks that hang -------------------------------------------------------------------------------------------------

@@ -530,6 +530,24 @@ def test_a_replica_of_two_hosts_of_which_one_is_lost() -> None:
     assert play.count("go") == orders + 2, "to both hosts"
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_rank_that_hangs_while_a_replica_is_left_out_is_found_among_the_others(comes_back: bool) -> None:
+    play = Play("abc", recovery="replace")
+    play.lose_host("b")
+    if comes_back:
+        play.here.append("b")
+        play.join("b", first_pid=2000)
+        play.hear("beat", host="b", epoch=1, progress=[1, 2, 0.0])
+    for host in "ac":
+        play.hear("beat", host=host, epoch=1, progress=[3, 2, 100.0])
+    play.tick()
+    assert play.last("where")
+    for host in play.here:
+        play.hear("where", host=host, ranks={slot: [(host, slot) == ("a", 0), "sleep"] for slot in (0, 1)})
+    play.tick()
+    assert [(host, play.last("kill")["slot"]) for host, kind in play.told if kind == "kill"] == [("a", 1)]
+
+
 # ---- the end of a run ------------------------------------------------------------------------------------------------
 
 

@@ -264,7 +264,7 @@ def _roll_back(decision: Decision, message: Message) -> None:
     limit = reached_limit(
         _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
     )
-    if limit is not None and limit.measure == "end":  # else the suspects are quarantined below
+    if limit is not None:  # for this cause always the end
         _give_up(decision, cause, limit.reason, rollback=rollback)
         return
     _record_incident(decision, cause)
