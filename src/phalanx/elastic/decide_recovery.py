@@ -8,7 +8,7 @@ from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message, RollBack
 from phalanx.elastic.decide_limits import IncidentLimit, cause_of, reached_limit
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
-from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
+from phalanx.elastic.decide_replicas import is_absent, leave_out, replica_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
@@ -46,10 +46,10 @@ def recover(decision: Decision) -> None:
         if is_clear and (is_end or not _leave_slot_out(decision, cause, why)):
             _give_up(decision, cause, why)
         return
-    if (lost := replicas_to_leave_out(state)) is not None:
-        if not lost <= set(state.saved.absent):
+    if (replica := replica_to_leave_out(state)) is not None:
+        if replica not in state.saved.absent:
             _record_incident(decision, cause)
-        leave_out(decision, lost)
+        leave_out(decision, replica)
         return
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
@@ -147,6 +147,7 @@ def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
 def _record_incident(decision: Decision, cause: Failure) -> None:
     """Record the incident, once; a slot that fails repeatedly is quarantined when there is another."""
     state, membership = decision.state, decision.state.membership
+    assert state.noticed_s is not None
     if not state.is_new_incident:
         return
     history = _history_with(decision, cause)
@@ -169,7 +170,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
         stack=cause.stack,
         others=[rank for rank in sorted(state.failures) if rank != cause.rank],
         in_a_row=state.saved.failures,
-        waited_s=round(decision.now_s - state.noticed_s, 3) if state.noticed_s is not None else 0.0,
+        waited_s=round(decision.now_s - state.noticed_s, 3),
     )
 
 
@@ -270,8 +271,8 @@ def _roll_back(decision: Decision, message: Message) -> None:
     limit = reached_limit(
         _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
     )
-    # Otherwise the suspects are quarantined below.
-    if limit is not None and limit.measure == "end":
+    # For this cause the limit is always the end of the run.
+    if limit is not None:
         _give_up(decision, cause, limit.reason, rollback=rollback)
         return
     _record_incident(decision, cause)
