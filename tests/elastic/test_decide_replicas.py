@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pure_coordinator import PureRun
 
 from phalanx.elastic import decide_replicas
 from phalanx.elastic.coordinator_state import (
@@ -40,17 +41,18 @@ class Play:
     """Three replicas of two ranks on hosts of some slots, and a clock that is moved by hand.
 
     With one host the ranks are in the slots of "a"; with more, each host has a replica, and those after them are spare.
+    Times are whole eighths of a second, which floats hold exactly.
     """
 
-    def __init__(self, hosts: str = "a", **fault: Any) -> None:
+    def __init__(self, hosts: str = "a", *, layout: Layout = LAYOUT, slots: int | None = None, **fault: Any) -> None:
         job = Plan.from_json(PLAN.read_text()).job
         job = replace(
             job,
             fault=replace(job.fault, **{"on_loss": "leave-out", "recovery": "auto", **fault}),
             batch=replace(job.batch, global_sequences=12),
         )
-        self.slots = 6 if len(hosts) == 1 else 2
-        settings = CoordinatorSettings(run_path="run", job=job, planned=LAYOUT, num_slots=self.slots * len(hosts))
+        self.slots = slots or (layout.devices if len(hosts) == 1 else 2)
+        settings = CoordinatorSettings(run_path="run", job=job, planned=layout, num_slots=self.slots * len(hosts))
         self.now_s, self.sent, self.events = 100.0, list[dict[str, Any]](), list[dict[str, Any]]()
         self.told: list[tuple[str, str]] = []  # host and kind of every message
         self.here = list(hosts)
@@ -73,7 +75,7 @@ class Play:
         self.here.remove(host)
         self.hear("gone", host=host)
         for _ in range(12):
-            self.tick(0.15)
+            self.tick()
 
     def give(self, message: Any) -> None:
         self.state, actions = decide(self.state, message)
@@ -93,7 +95,7 @@ class Play:
         body = json.loads(json.dumps({"kind": kind, **fields}))
         self.give(AgentMessage(now_s=self.now_s, unix_s=self.now_s, host=host, body=body))
 
-    def tick(self, seconds: float = 0.1) -> None:
+    def tick(self, seconds: float = 0.125) -> None:
         self.now_s += seconds
         self.give(ClockTick(now_s=self.now_s, unix_s=self.now_s))
 
@@ -102,6 +104,13 @@ class Play:
             ports = {slot: [door + slot, 8000 + slot] for slot in range(self.slots)}
             self.hear("ready", host=host, epoch=self.state.saved.generation, ports=ports, held=[])
         self.tick()
+
+    def pass_time(self, seconds: float) -> None:
+        """Ticks, and heartbeats of the hosts that are there."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.step(3)
+            self.tick(min(0.25, until_s - self.now_s))
 
     def step(self, step: int) -> None:
         for host in self.here:
@@ -116,6 +125,9 @@ class Play:
         self.hear("up", slots={slot: self.pids[slot]})
         self.tick()
         self.tick()
+
+    def count(self, kind: str) -> int:
+        return [one["kind"] for one in self.sent].count(kind)
 
     def last(self, kind: str) -> dict[str, Any]:
         return [one for one in self.sent if one["kind"] == kind][-1]
@@ -266,6 +278,15 @@ def test_the_run_is_done_when_all_who_are_present_are() -> None:
     assert play.state.is_over
 
 
+@pytest.mark.parametrize("on_loss", ["leave-out", "rebuild"])
+def test_the_run_is_done_when_all_ranks_are(on_loss: str) -> None:
+    play = Play(on_loss=on_loss)
+    done(play, 0, 1, 2, 3, 4)
+    assert not play.state.is_over
+    done(play, 5)
+    assert play.state.is_over
+
+
 def test_another_coordinator_knows_who_is_left_out() -> None:
     play = Play()
     play.lose(3)
@@ -283,6 +304,70 @@ def test_failures_that_name_no_lost_process_rebuild_everything(kind: str) -> Non
     play.hear("up", slots={3: play.pids[3]})
     play.tick()
     assert play.state.saved.generation == 2
+
+
+def test_an_order_to_end_what_is_left_of_a_replica_is_repeated_every_two_seconds() -> None:
+    play = Play()
+    play.lose(3)
+    assert play.count("clear") == 1
+    for _ in range(2):
+        orders = play.count("clear")
+        play.pass_time(1.875)
+        assert play.count("clear") == orders
+        play.tick()
+        assert play.count("clear") == orders + 1
+
+
+def test_a_replica_has_the_time_of_connections_and_ten_seconds_to_be_built() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    began = play.state.rejoining.get(1)
+    assert began is not None
+    play.pass_time(began.asked_s + play.state.job.comm.init_timeout_s + 10.0 - play.now_s)
+    play.tick(0.0)
+    assert play.state.rejoining.get(1) == began
+    play.tick()
+    assert play.state.rejoining.get(1) is None
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_replica_is_left_out_where_there_is_another(num_replicas: int) -> None:
+    play = Play(layout=replace(LAYOUT, data=2 * num_replicas))
+    assert ("stores" in play.last("go")) == (num_replicas > 1)
+    play.lose(1)
+    expected = (1, (0,)) if num_replicas > 1 else (2, ())
+    assert (play.state.saved.generation, play.state.saved.absent) == expected
+
+
+def test_one_of_two_failures_without_a_lost_process_rebuilds_everything() -> None:
+    play = Play()
+    for slot, kind in ((2, "Signal"), (3, "Deadlock")):
+        told = {name: getattr(by_signal(slot, 3, 9), name) for name in by_signal(slot, 3, 9).__dataclass_fields__}
+        play.hear("lost", slot=slot, pid=1000 + slot, epoch=1, failure=told | {"kind": kind})
+    play.hear("up", slots={2: 1102, 3: 1103})
+    play.tick()
+    assert play.state.saved.generation == 2
+
+
+@pytest.mark.parametrize("on_loss", ["leave-out", "rebuild"])
+@pytest.mark.parametrize("kind", ["built", "connected"])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_rank_that_is_not_waited_for_changes_nothing(on_loss: str, kind: str, epoch: int) -> None:
+    play = Play(on_loss=on_loss)
+    before = play.state.saved
+    play.hear(kind, epoch=epoch, slot=0, round=0)
+    play.tick()
+    assert (play.state.saved, len(play.state.rejoining)) == (before, 0)
+
+
+@pytest.mark.parametrize("kind", ["built", "connected"])
+def test_a_rank_of_an_earlier_launch_changes_nothing_before_the_first_membership(kind: str) -> None:
+    run = PureRun({"a": 3}, on_loss="leave-out")
+    run.join("a")
+    run.hear("a", kind, epoch=0, slot=0, round=0)
+    run.tick()
+    assert (run.generation, run.end) == (0, None)
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------
@@ -360,6 +445,91 @@ def test_without_a_spare_host_the_job_shrinks_at_the_end_of_a_step() -> None:
     assert (play.state.saved.generation, play.state.membership.world) == (2, 4)
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_job_that_was_asked_to_shrink_is_not_disturbed_before_it_does(comes_back: bool) -> None:
+    play = Play("abc")
+    play.lose_host("b")
+    assert play.state.short_s is not None
+    play.pass_time(play.state.short_s + 9.875 - play.now_s)
+    assert play.count("reform") == 0
+    play.tick()
+    assert play.count("reform") == 1
+    if comes_back:
+        play.here.append("b")
+        play.join("b", first_pid=2000)
+    play.pass_time(30.0)
+    assert (play.count("reform"), play.count("rejoin")) == (1, 0)
+
+
+def test_a_job_that_cannot_shrink_looks_for_a_layout_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    play, looked_s = Play("abc"), list[float]()
+    monkeypatch.setattr(decide_replicas, "next_membership", lambda **_: looked_s.append(play.now_s))
+    play.lose_host("b")
+    short_s = play.state.short_s
+    assert short_s is not None
+    play.pass_time(25.0)
+    assert looked_s == [short_s + 10.0, short_s + 20.0]
+    assert play.count("reform") == 0
+
+
+def test_a_host_that_is_lost_twice_has_all_the_time_to_come_back_again() -> None:
+    play = Play("abc")
+    play.lose_host("b")
+    play.pass_time(6.0)
+    play.here.append("b")
+    play.join("b", first_pid=2000)
+    play.tick()
+    assert play.count("rejoin") == 1
+    play.lose_host("b")
+    play.pass_time(6.0)
+    assert play.count("reform") == 0
+    play.pass_time(5.0)
+    assert play.count("reform") == 1
+
+
+def test_a_process_that_is_slow_to_start_does_not_make_the_job_shrink() -> None:
+    play = Play()
+    for slot in (3, 2):
+        lose_process(play, slot, is_replaced=False)
+    play.pass_time(15.0)
+    assert (play.state.saved.absent, play.count("reform")) == ((1,), 0)
+
+
+def test_an_agent_that_starts_anew_while_its_replica_is_built_is_asked_again() -> None:
+    play = Play("abc", recovery="replace")
+    play.lose_host("b")
+    play.here.append("b")
+    play.join("b", first_pid=2000)
+    play.tick()
+    play.join("b", first_pid=3000)
+    play.tick()
+    assert play.count("rejoin") == 1
+    play.pass_time(play.state.job.comm.init_timeout_s + 11.0)
+    assert (play.count("rejoin"), play.state.saved.pids[2:4]) == (2, (3000, 3001))
+
+
+def test_a_replica_of_two_hosts_of_which_one_is_lost() -> None:
+    play = Play("abcdef", slots=1)
+    play.lose_host("c")
+    assert {host for host, kind in play.told if kind == "regroup"} == set("abdef")
+    assert {host for host, kind in play.told if kind == "clear"} == {"d"}
+    failure = {name: getattr(by_signal(3, 3, 9), name) for name in by_signal(3, 3, 9).__dataclass_fields__}
+    play.hear("lost", host="d", slot=0, pid=1000, epoch=1, failure=failure)
+    play.hear("up", host="d", slots={0: 1100})
+    play.here.append("c")
+    play.join("c", first_pid=2000)
+    play.tick()
+    play.tick()
+    assert [host for host, kind in play.told if kind == "rejoin"] == ["c", "d"]
+    orders = play.count("go")
+    for host in "cd":
+        assert play.count("go") == orders
+        play.hear("ready", host=host, epoch=1, ports={0: [7200, 1]}, held=[])
+        play.tick()
+    assert play.last("go")["stores"][1] == ["127.0.0.1", 7200]
+    assert play.count("go") == orders + 2, "to both hosts"
+
+
 # ---- the end of a run ------------------------------------------------------------------------------------------------
 
 
@@ -375,9 +545,10 @@ def test_a_replica_that_is_taken_in_too_late_does_not_hold_up_the_end() -> None:
     assert play.state.is_over
 
 
-def test_a_replica_lost_when_others_are_done_is_not_left_out() -> None:
+@pytest.mark.parametrize("slots", [(0, 1), (2,)])
+def test_a_replica_lost_when_some_ranks_are_done_is_not_left_out(slots: tuple[int, ...]) -> None:
     play = Play()
-    for slot in (0, 1):
+    for slot in slots:
         play.hear("left", slot=slot, epoch=1, step=9, state="done", why="")
     play.lose(3)
     play.tick()
@@ -411,6 +582,27 @@ def test_the_end_waits_for_all_but_a_replica_that_was_just_taken_in(slots: tuple
     play.come_back()
     done(play, *slots)
     assert play.state.is_over == is_over
+
+
+def test_a_replica_that_trains_with_the_others_again_is_waited_for_at_the_end() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    play.connect()
+    done(play, 0, 1, 4, 5)
+    play.pass_time(3.0)
+    assert not play.state.is_over, "it may still save what it has"
+    done(play, 2, 3)
+    assert play.state.is_over
+
+
+def test_a_replica_that_was_taken_in_before_another_loss_is_waited_for_at_the_end() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    play.lose(5)
+    done(play, 0, 1)
+    assert not play.state.is_over
 
 
 def lose_process(play: Play, slot: int, *, is_replaced: bool = True, **failure: Any) -> None:
@@ -511,6 +703,21 @@ def test_a_replica_goes_when_all_its_ranks_are_ready_and_comes_in_when_all_are_b
     play.hear("built", epoch=1, slot=3)
     play.tick()
     assert play.state.saved.absent == ()
+
+
+def test_a_replica_that_was_built_before_it_was_told_where_to_meet_is_told_all_the_same() -> None:
+    play = Play()
+    play.lose(3)
+    play.lose(2)
+    orders = play.count("go")
+    for slot in (2, 3):
+        play.hear("built", epoch=1, slot=slot)
+    play.connect()
+    assert play.state.saved.absent == (1,)
+    play.ready(door=7100)
+    assert play.count("go") == orders + 1
+    play.connect()
+    assert play.state.saved.absent == (1,)
 
 
 def test_a_rank_lost_while_its_replica_is_built_makes_the_replica_begin_again() -> None:

@@ -387,15 +387,21 @@ def _slot_names(slots: tuple[int, ...]) -> frozenset[str]:
     return frozenset(map(str, slots))
 
 
+def _present_rank(state: CoordinatorState, host: HostView, message: Message) -> int | None:
+    """The rank of the present membership that a message is about."""
+    membership = state.saved.membership
+    if membership is None or int(message["epoch"]) != membership.generation:
+        return None
+    return membership.ranks_on(host.name).get(int(message["slot"]))
+
+
 def _on_built(decision: Decision, host: HostView, message: Message) -> None:
-    rank = decision.state.membership.ranks_on(host.name).get(int(message["slot"]))
-    if rank is not None and int(message["epoch"]) == decision.state.saved.generation:
+    if (rank := _present_rank(decision.state, host, message)) is not None:
         on_built(decision, rank)
 
 
 def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
-    rank = decision.state.membership.ranks_on(host.name).get(int(message["slot"]))
-    if rank is not None and int(message["epoch"]) == decision.state.saved.generation:
+    if (rank := _present_rank(decision.state, host, message)) is not None:
         on_connected(decision, rank, int(message["round"]))
 
 

@@ -8,7 +8,7 @@ from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message, RollBack
 from phalanx.elastic.decide_limits import IncidentLimit, cause_of, reached_limit
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
-from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
+from phalanx.elastic.decide_replicas import is_absent, leave_out, replica_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
@@ -46,10 +46,10 @@ def recover(decision: Decision) -> None:
         if is_clear and (is_end or not _leave_slot_out(decision, cause, why)):
             _give_up(decision, cause, why)
         return
-    if (lost := replicas_to_leave_out(state)) is not None:
-        if not lost <= set(state.saved.absent):
+    if (replica := replica_to_leave_out(state)) is not None:
+        if replica not in state.saved.absent:
             _record_incident(decision, cause)
-        leave_out(decision, lost)
+        leave_out(decision, replica)
         return
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):

@@ -6,12 +6,13 @@ numbered round of the same generation. Whatever this cannot deal with is for a n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
-from phalanx.elastic.coordinator_state import CoordinatorState, Message, RejoiningReplica
+from phalanx.elastic.coordinator_state import CoordinatorState, RejoiningReplica
 from phalanx.elastic.decision import Decision
 from phalanx.elastic.failure import UNCLEAR
-from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
 
@@ -22,24 +23,22 @@ MARGIN_S = 10.0  # beyond comm.init_timeout_s, for a replica to be built
 
 def model_replicas(state: CoordinatorState) -> ModelReplicas | None:
     """The replicas of the present membership, where lost ones are left out; None where everything is rebuilt."""
-    if state.job.fault.on_loss != "leave-out" or state.saved.membership is None:
+    if state.job.fault.on_loss != "leave-out":
         return None
-    found = ModelReplicas.of(state.saved.membership.layout)
+    found = ModelReplicas.of(state.membership.layout)
     return found if found.count > 1 else None
 
 
 def is_absent(state: CoordinatorState, rank: int) -> bool:
     """Whether a rank belongs to a replica that is left out at present."""
-    if not state.saved.absent:
-        return False
-    found = model_replicas(state)
+    found = model_replicas(state) if state.saved.absent else None
     return found is not None and found.place(rank)[0] in state.saved.absent
 
 
 def num_present(state: CoordinatorState) -> int:
     """Ranks that train: all but those of replicas that are left out."""
     world = state.membership.world
-    found = model_replicas(state) if state.saved.absent else None
+    found = model_replicas(state)
     return world - found.size * len(state.saved.absent) if found is not None else world
 
 
@@ -48,84 +47,79 @@ def only_newcomer_missing(state: CoordinatorState) -> bool:
 
     It waits to be connected, and nobody is left to connect to.
     """
-    found, newcomer = model_replicas(state), state.newcomer
-    if found is None or newcomer is None or len(state.left) < num_present(state) - found.size:
+    if state.newcomer is None:
         return False
-    missing = (rank for rank in range(state.membership.world) if rank not in state.left and not is_absent(state, rank))
-    return all(found.place(rank)[0] == newcomer for rank in missing)
+    found = model_replicas(state)
+    assert found is not None
+    num_others_left = sum(found.place(rank)[0] != state.newcomer for rank in state.left)
+    return num_others_left == num_present(state) - found.size
 
 
-def replicas_to_leave_out(state: CoordinatorState) -> set[int] | None:
-    """The replicas of all ranks that failed; None where leaving them out is no way on."""
+def replica_to_leave_out(state: CoordinatorState) -> int | None:
+    """The replica of all ranks that failed; None where leaving it out is no way on."""
     found, saved = model_replicas(state), state.saved
-    if found is None or saved.forming or saved.go is None or state.stop_requests:
+    if found is None or saved.forming or state.stop_requests:
         return None
     if any(one.get("state") for one in state.left.values()):
         return None  # some are at their end already, and cannot be connected anew
-    if any(one.is_user or one.kind in UNCLEAR for one in state.failures.values()):
+    if any(one.kind in UNCLEAR for one in state.failures.values()):
         return None
-    lost = {found.place(rank)[0] for rank in state.failures}
-    gone = lost | set(saved.absent)
-    # One at a time: with a second one lost, everything is rebuilt.
-    if len(gone) > 1 or len(gone) == found.count:
-        return None
-    came_out = {found.place(rank)[0] for rank, one in state.left.items() if not one.get("state")}
-    return lost if came_out <= gone else None  # else somebody else gave up, and kept nothing
+    # One at a time: with a second one lost, or ranks of others that gave up and kept nothing, everything is rebuilt.
+    gone = {found.place(rank)[0] for rank in (*state.failures, *state.left)} | set(saved.absent)
+    return gone.pop() if len(gone) == 1 else None
 
 
-def leave_out(decision: Decision, lost: Iterable[int]) -> None:
-    """The others go on without these replicas, and repeat the step that they were in."""
-    state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
-    assert found is not None
-    lost = set(lost)
-    left = {rank: one for rank, one in state.left.items() if found.place(rank)[0] not in lost}
+def leave_out(decision: Decision, replica: int) -> None:
+    """The others go on without this replica, and repeat the step that they were in."""
+    state, saved = decision.state, decision.state.saved
     decision.forget_failures()
-    state.left = FrozenMap[int, Message]().update(left)
-    state.left_s = decision.now_s if left else None
-    for replica in lost:
-        state.rejoining = state.rejoining.drop(replica)
-    new = sorted(lost - set(saved.absent))
-    if not new:
-        return  # one that was being built: nobody waits for it
+    state.rejoining = state.rejoining.drop(replica)
+    if replica in saved.absent:
+        return  # it was being built: nobody waits for it
     state.newcomer = None
-    decision.save(absent=tuple(sorted({*saved.absent, *new})), round=saved.round + 1)
-    for replica in new:
-        decision.record("replica", replica=replica, state="left out", round=state.saved.round, step=saved.step)
+    decision.save(absent=(replica,), round=saved.round + 1)
+    decision.record("replica", replica=replica, state="left out", round=state.saved.round, step=saved.step)
     _tell_round(decision, is_urgent=True)
 
 
 def rejoin_replicas(decision: Decision) -> None:
     """Take every replica that is left out a step further on its way back: ended, started, connected, built, present."""
-    state, found = decision.state, model_replicas(decision.state)
-    if found is None or state.stop_requests or state.regrow_asked:
-        return  # the others are about to leave
+    state = decision.state
+    if not state.saved.absent or state.stop_requests or state.regrow_asked:
+        return  # none is, or the others are about to leave
+    found = model_replicas(state)
+    assert found is not None
     for replica in state.saved.absent:
         coming = state.rejoining.get(replica)
         if coming is None:
             _start_again(decision, found, replica)
         elif decision.now_s - coming.asked_s > state.job.comm.init_timeout_s + MARGIN_S:
-            state.rejoining = state.rejoining.drop(replica)
-            _end_processes(decision, found, replica)
+            state.rejoining = state.rejoining.drop(replica)  # it starts again
         elif not coming.went and _are_ready(state, found, replica):
             _tell_go(decision, found, replica)
-        elif coming.went and coming.built.issuperset(found.ranks(replica)) and not state.unconnected:
+        elif coming.built.issuperset(found.ranks(replica)) and not state.unconnected:
             _take_in(decision, replica)  # else some would wait in this round, and others in the next
 
 
 def on_built(decision: Decision, rank: int) -> None:
     """A rank of a replica that was left out has built its part."""
     state, found = decision.state, model_replicas(decision.state)
-    coming = state.rejoining.get(found.place(rank)[0]) if found is not None else None
-    if found is not None and coming is not None and coming.went:
-        made = RejoiningReplica(asked_s=coming.asked_s, went=True, built=coming.built | {rank})
-        state.rejoining = state.rejoining.set(found.place(rank)[0], made)
+    if found is None:
+        return
+    replica = found.place(rank)[0]
+    coming = state.rejoining.get(replica)
+    if coming is not None and coming.went:
+        state.rejoining = state.rejoining.set(replica, replace(coming, built=coming.built | {rank}))
 
 
 def on_connected(decision: Decision, rank: int, number: int) -> None:
     """A replica is connected to the others of a round."""
     state, found = decision.state, model_replicas(decision.state)
     if found is not None and number == state.saved.round:
-        state.unconnected = state.unconnected - {found.place(rank)[0]}
+        replica = found.place(rank)[0]
+        state.unconnected = state.unconnected - {replica}
+        if replica == state.newcomer:
+            state.newcomer = None  # it trains with the others now, and is waited for at the end like any of them
 
 
 def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None:
@@ -149,12 +143,10 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
         _move_ranks(decision, places)
     pids = list(state.saved.pids)
     for rank, place in places.items():
-        pids[rank] = state.pid_at(place) or 0
+        pids[rank] = state.hosts[place.host].alive[place.slot]
     state.rejoining = state.rejoining.set(replica, RejoiningReplica(asked_s=decision.now_s))
     decision.save(pids=tuple(pids))
-    members = [
-        {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]} for rank, one in sorted(places.items())
-    ]
+    members = [{"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]} for rank, one in places.items()]
     decision.record("members", members=members)
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         generation, membership, host = state.saved.generation, state.membership, state.hosts[name]
@@ -203,7 +195,7 @@ def _shrink_instead(decision: Decision) -> None:
         return
     state.short_s = decision.now_s  # asked again only after as long: the answer takes a look at every slot
     smaller = next_membership(
-        generation=state.saved.generation + 1,
+        generation=membership.generation,
         planned=state.settings.layout_at(state.saved.step),
         sequences=state.job.batch.global_sequences,
         reproducible=state.job.numerics.reproducible,
@@ -218,7 +210,7 @@ def _shrink_instead(decision: Decision) -> None:
 
 def _end_processes(decision: Decision, found: ModelReplicas, replica: int) -> None:
     state = decision.state
-    if decision.now_s - state.cleared.get(replica, -CLEAR_S) < CLEAR_S:
+    if decision.now_s - state.cleared.get(replica, -inf) < CLEAR_S:
         return
     state.cleared = state.cleared.set(replica, decision.now_s)
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
@@ -257,10 +249,9 @@ def replica_store(state: CoordinatorState, found: ModelReplicas, replica: int) -
 
 
 def _tell_go(decision: Decision, found: ModelReplicas, replica: int) -> None:
-    state = decision.state
-    coming = state.rejoining[replica]
-    made = RejoiningReplica(asked_s=coming.asked_s, went=True)
-    state.rejoining = state.rejoining.set(replica, made)
+    state, all_go = decision.state, decision.state.saved.go
+    assert all_go is not None
+    state.rejoining = state.rejoining.set(replica, replace(state.rejoining[replica], went=True))
     where = replica_store(state, found, replica)
     go = {
         "kind": "go",
@@ -273,29 +264,27 @@ def _tell_go(decision: Decision, found: ModelReplicas, replica: int) -> None:
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         decision.send(name, {**go, "slots": slots})
     # Its store is where rounds may meet from now on.
-    stores = [*(state.saved.go or {}).get("stores", ())]
-    stores[replica] = where
-    decision.save(go={**(state.saved.go or {}), "stores": stores})
+    stores = [where if one == replica else store for one, store in enumerate(all_go["stores"])]
+    decision.save(go={**all_go, "stores": stores})
 
 
 def _take_in(decision: Decision, replica: int) -> None:
     """The replica is built: from the end of the step that the others are in it is one of them."""
     state, saved = decision.state, decision.state.saved
     state.rejoining, state.newcomer = state.rejoining.drop(replica), replica
-    absent = tuple(one for one in saved.absent if one != replica)
-    decision.save(absent=absent, round=saved.round + 1)
+    decision.save(absent=(), round=saved.round + 1)
     decision.record("replica", replica=replica, state="rejoined", round=state.saved.round, step=saved.step)
     _tell_round(decision, is_urgent=False, newcomer=replica)
 
 
-def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> None:
+def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int | None = None) -> None:
     """Tell every host who is present; they meet where the first of those is that was there before."""
     state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
     assert found is not None
+    assert saved.go is not None
     present = [replica for replica in range(found.count) if replica not in saved.absent]
     first = next(replica for replica in present if replica != newcomer)
     state.unconnected = frozenset(present)
-    stores = (saved.go or {})["stores"]
     decision.send_all(
         [name for name in state.membership.hosts if name in state.hosts],
         {
@@ -303,7 +292,7 @@ def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> N
             "epoch": saved.generation,
             "round": saved.round,
             "present": present,
-            "store": stores[first],
+            "store": saved.go["stores"][first],
             "urgent": is_urgent,
         },
     )
