@@ -43,8 +43,7 @@ def measure(
     enough: float,
     is_off: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Measure bytes per second from `bind` to the coordinator at `where`: the best of some tries, until it is
-    `enough`.
+    """Measure bytes per second from `bind` to the coordinator at `where`: the best of some tries, until it is `enough`.
 
     Returns 0 when only small messages pass; None when it could not be measured: no coordinator answered, too many
     agents came first, or `is_off` returned true.
@@ -93,8 +92,7 @@ def _once(channel: Channel) -> float:
 
 
 class Gauge:
-    """The coordinator's side of a measurement: discard the data of one agent at a time and confirm when all has
-    arrived."""
+    """The coordinator's side of a measurement: discard the data of one agent at a time, and confirm its end."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector

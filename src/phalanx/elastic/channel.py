@@ -1,8 +1,8 @@
 """Messages between agents, coordinator and ranks: JSON over TCP, signed with the run's secret.
 
 A channel has no thread. It serves a loop over selectors (`fileno`, `receive`) and a blocking caller (`wait`,
-`read_into`) alike, because it never reads beyond the current frame: unread data stays in the socket, where a
-selector sees it. One thread may send while another receives.
+`read_into`) alike, because it never reads beyond the current frame: unread data stays in the socket, where a selector
+sees it. One thread may send while another receives.
 
     frame   size of the message, bytes of data, crc32 of the data | message | MAC      then the data as it is
 """
@@ -46,8 +46,10 @@ def encode_frame(message: Message) -> bytes:
 
 
 def extend_frame(frame: bytes, share: Message) -> bytes:
-    """Return the frame of a message with more fields; the part that is the same for thousands of hosts is encoded
-    once."""
+    """Return the frame of a message with more fields.
+
+    The part that is the same for thousands of hosts is encoded once.
+    """
     if not share:
         return frame
     text = frame[PREFIX.size : -1] + b"," + _encode(share)[1:]
@@ -88,8 +90,8 @@ class Channel:
     def send(self, message: Message, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
         """Send a message and its data; raises Closed when the peer is gone or accepts nothing for `stall_s`.
 
-        Pass `crc32` where the caller knows it, so that the data is not read once more. The receiver finds the size
-        of the data in the message, as `data_bytes`.
+        Pass `crc32` where the caller knows it, so that the data is not read once more. The receiver finds the size of
+        the data in the message, as `data_bytes`.
         """
         if "data_bytes" in message:
             raise ValueError("data_bytes is the channel's own key")
@@ -118,8 +120,8 @@ class Channel:
     def receive(self, most: int = BURST) -> list[Message]:
         """Return the messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
 
-        Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then unusable).
-        Data that the caller did not read is skipped.
+        Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then unusable). Data
+        that the caller did not read is skipped.
         """
         messages: list[Message] = []
         try:

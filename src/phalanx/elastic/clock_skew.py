@@ -12,8 +12,7 @@ MOST_SKEW_S = 5.0
 
 
 def clock_skew_s(their_s: float, round_trip_s: float, *, now_s: float) -> float:
-    """Return how far another clock that read `their_s` is ahead (negative: behind), beyond what the round trip
-    explains.
+    """Return how far another clock is ahead (negative: behind) that read `their_s`, beyond the round trip.
 
     `now_s` is this host's clock when the answer came, `round_trip_s` after the request.
 

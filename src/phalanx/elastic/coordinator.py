@@ -1,9 +1,9 @@
 """The coordinator process, `python -m phalanx.elastic.coordinator RUN ADDRESS PARENT [PIPE [ELECTION [WATCHED]]]`.
 
-It decides which hosts and ranks take part. One per run: the process that holds the newest term (election.py). An
-agent starts it, and another agent starts the next one when it is gone or frozen. Its state is in
-`coordinator.json`: ranks train on while there is no coordinator, and the next one takes over. It writes the address
-where it listens into the pipe of the agent that started it (-1: none). Imports no torch.
+It decides which hosts and ranks take part. One per run: the process that holds the newest term (election.py). An agent
+starts it, and another agent starts the next one when it is gone or frozen. Its state is in `coordinator.json`: ranks
+train on while there is no coordinator, and the next one takes over. It writes the address where it listens into the
+pipe of the agent that started it (-1: none). Imports no torch.
 """
 
 from __future__ import annotations
@@ -126,11 +126,9 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
 
 
 def rest_s(num_hosts: int) -> float:
-    """Return the seconds to pause while all train: heartbeats that arrive meanwhile are processed together, at less
-    cost.
+    """Return the seconds to pause while all train: heartbeats that arrive meanwhile cost less when handled together.
 
-    A failure is noticed that much later; the more hosts there are, the smaller that is against the time of a
-    recovery.
+    A failure is noticed that much later; the more hosts there are, the smaller that is against the time of a recovery.
 
     >>> [rest_s(hosts) for hosts in (2, 1024, 16384)]
     [0.01, 0.03125, 0.05]
@@ -149,8 +147,10 @@ def allow_descriptors(hosts: int) -> None:
 
 
 def answer_of(term: int, **rhythm: float) -> dict[str, Any]:
-    """Return the answer to an agent's hello; it contains the heartbeat interval at once, because there may be
-    thousands."""
+    """Return the answer to an agent's hello.
+
+    It contains the heartbeat interval at once, because there may be thousands.
+    """
     return {"role": "coordinator", "term": term, **rhythm}
 
 
@@ -184,8 +184,10 @@ class AgentConnections:
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
-        """Return the messages that arrive within `timeout_s`; an agent that connects or disconnects appears as
-        `joined`, `gone`."""
+        """Return the messages that arrive within `timeout_s`.
+
+        An agent that connects or disconnects appears as `joined`, `gone`.
+        """
         now = time.monotonic()
         messages: list[tuple[str, dict[str, Any]]] = []
         # Pumping also drops connections whose handshake is late.
@@ -243,8 +245,7 @@ class AgentConnections:
         heard.append((host, joined))
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
-        """True when another agent of that name is connected and active: the two would disconnect each other for
-        ever."""
+        """True when another agent of that name is active: the two would disconnect each other for ever."""
         old = self._channels.get(host)
         is_other = old is not None and old.peer.get("id") != channel.peer.get("id")
         speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))

@@ -193,8 +193,10 @@ class Coordinator:
 
 
 def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
-    """Return the final message of a run, with the checkpoint from which it can be resumed; and more fields for its
-    status."""
+    """Return the final message of a run, with the checkpoint from which it can be resumed.
+
+    The second value holds more fields for its status.
+    """
     if end.how == "plain":
         return end.message, {}
     aside = ""
@@ -239,8 +241,10 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
 
 
 def set_aside_text(run: Run, *, after: int) -> str:
-    """Set the checkpoints of more than `after` steps aside and return a text that names them; "" when there are
-    none."""
+    """Set the checkpoints of more than `after` steps aside and return a text that names them.
+
+    The text is empty when there are none.
+    """
     set_untrusted_aside(run, after=after)
     steps, root = untrusted_steps(run, after=after), run.checkpoints
     if not steps:

@@ -1,5 +1,4 @@
-"""The state that a coordinator leaves for the next one, in files of the run folder: `coordinator.json` and the
-members."""
+"""The state that a coordinator leaves for the next one, in `coordinator.json` and a members file of the run."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ Address = tuple[str, int]
 class CoordinatorMemory:
     """Reads and writes that state: the holder of the newest term writes it, the holder of the next term reads it.
 
-    The assignment of ranks changes only with the membership, and is in a separate file (two in turn, so that a
-    process that dies in between leaves a matching pair): what is written every second is small for any number of
-    ranks.
+    The assignment of ranks changes only with the membership, and is in a separate file (two in turn, so that a process
+    that dies in between leaves a matching pair): what is written every second is small for any number of ranks.
     """
 
     def __init__(self, run: Run, *, started_s: float) -> None:
@@ -32,8 +30,10 @@ class CoordinatorMemory:
         self._members_file = ""
 
     def save(self, saved: SavedState, address: Address, *, term: int) -> None:
-        """Write the state and the address where this coordinator listens; the members' file only where it has
-        changed."""
+        """Write the state and the address where this coordinator listens.
+
+        The members' file is written only where it has changed.
+        """
         members = (saved.membership, saved.pids, saved.peers)
         if not self._members or any(
             value is not written for value, written in zip(members, self._members, strict=True)

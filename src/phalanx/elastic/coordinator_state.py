@@ -1,7 +1,7 @@
 """The values that `decide` works on: the coordinator's state, its inputs, and its actions.
 
-Every value in a `CoordinatorState` is immutable, so that a copy of its fields is a copy of the state: a message
-costs the same whether the run has 4 hosts or 16,384.
+Every value in a `CoordinatorState` is immutable, so that a copy of its fields is a copy of the state: a message costs
+the same whether the run has 4 hosts or 16,384.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class CoordinatorSettings:
 
     @property
     def most_devices(self) -> int:
-        """Ranks of the plan, or of the largest layout that a replay prescribes: its hosts must be present when it is
-        due."""
+        """Ranks of the plan, or of a replay's largest layout, whose hosts must be present from the start."""
         return max((Layout(**layout["layout"]).devices for layout in self.prescribed), default=self.planned.devices)
 
 
@@ -417,8 +416,7 @@ class ListCheckpoints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordEvidence:
-    """Record the evidence that the ranks of the generations before this one left: last collectives, flight
-    recorders."""
+    """Record the evidence that ranks of the generations before left: last collectives, flight recorders."""
 
     generation: int
     last_collectives: Mapping[int, str]

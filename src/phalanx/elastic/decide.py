@@ -1,8 +1,8 @@
 """All decisions of the coordinator: `decide(state, message) -> (state, actions)`, a pure function.
 
-No clock, no disk, no socket: a test can play any situation, in any order of messages. A run waits for its hosts,
-forms a membership (its members are asked, not all have answered), trains, or is over. Messages of agents only
-update the state; actions are decided when the clock ticks, up to a hundred times a second.
+No clock, no disk, no socket: a test can play any situation, in any order of messages. A run waits for its hosts, forms
+a membership (its members are asked, not all have answered), trains, or is over. Messages of agents only update the
+state; actions are decided when the clock ticks, up to a hundred times a second.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ CLOCK_SET_S = 1.0
 def initial_state(
     settings: CoordinatorSettings, saved: SavedState, *, hosts: tuple[str, ...], now_s: float, unix_s: float
 ) -> tuple[CoordinatorState, list[Action]]:
-    """Return the state and actions of a coordinator that starts, perhaps in the place of another one that saved
-    `saved`."""
+    """Return state and actions of a coordinator that starts, perhaps in place of another one that saved `saved`."""
     sign_s = sign_every_s(len(hosts))
     state = CoordinatorState(
         settings=settings,
@@ -263,8 +262,7 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
-    """Compare a host's processes with the membership: find those that ended meanwhile, and repeat messages it
-    missed."""
+    """Compare a host's processes with the membership: find those that ended, and repeat messages it missed."""
     state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
     state.arrived_s = decision.now_s
     # Before any membership is formed with these slots.

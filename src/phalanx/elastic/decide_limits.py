@@ -1,5 +1,4 @@
-"""Limits on incidents between which the run still does steps: the rank moves to another slot, to another host, or the
-run ends."""
+"""Limits on incidents between which the run still does steps: the rank moves, its host is excluded, or the run ends."""
 
 from __future__ import annotations
 

@@ -121,8 +121,7 @@ def form(decision: Decision, reason: str) -> bool:
 
 
 def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
-    """Return the processes by host with which this coordinator formed the present membership, if no rank moved
-    since."""
+    """Return the processes by host with which this coordinator formed the membership, if no rank moved since."""
     formed = state.formed
     return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
 
@@ -171,8 +170,7 @@ def _record_membership(decision: Decision, reason: str) -> None:
 def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
     """Send the present membership to hosts; a host with the same ranks as before gets only a reference to those.
 
-    In the usual case, a process that is replaced in its slot, this is one short message that is the same for all
-    hosts.
+    In the usual case, a process that is replaced in its slot, this is one short message that is the same for all hosts.
     """
     membership, before = decision.state.membership, decision.state.before
     summary = {"kind": "form", **membership.summary()}
@@ -194,8 +192,7 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
 def _replace_lost_slots(state: CoordinatorState, before: Membership, generation: int) -> Membership | None:
     """Return the membership before, with other slots for ranks that have lost theirs; None where too few are free.
 
-    The result of `next_membership` for the same layout, without visiting all 131,072 slots: only the hosts are
-    visited.
+    The result of `next_membership` for the same layout, without visiting all 131,072 slots: only the hosts are visited.
     """
     quarantined = state.saved.quarantined
     lost = {rank for place in quarantined if (rank := before.rank_at(place)) is not None}
@@ -246,8 +243,8 @@ def _are_all_ready(state: CoordinatorState) -> bool:
 def _replace_lost_members(decision: Decision) -> None:
     """Put new processes into the slots of members that were lost while they left the membership before.
 
-    The generation stays: no member was let go yet, and one failure is one generation. Where no process comes,
-    or lost ranks are not to be replaced, another generation is formed; that is still the same incident.
+    The generation stays: no member was let go yet, and one failure is one generation. Where no process comes, or lost
+    ranks are not to be replaced, another generation is formed; that is still the same incident.
     """
     state = decision.state
     can_replace = state.job.fault.recovery != "shrink"
@@ -378,8 +375,10 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
 
 
 def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) -> dict[int, str]:
-    """Return the collectives in which ranks were when they left the membership before; of many, the rarest ones
-    first."""
+    """Return the collectives in which ranks were when they left the membership before.
+
+    At most `MOST_LISTED` ranks, those with the rarest collectives first.
+    """
     before, reported = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
     # Ranks that reported by themselves.
     own_reports = defaultdict[str, list[int]](list)

@@ -24,8 +24,8 @@ def excuse_own_pause(decision: Decision) -> None:
     """Excuse hosts for the time in which the coordinator itself did not run.
 
     A host that is silent through several pauses is not excused: between them the coordinator did listen
-    (`_give_up_silent_hosts`). Called before the message is handled: a host that sends after the pause needs no
-    excuse for later silence.
+    (`_give_up_silent_hosts`). Called before the message is handled: a host that sends after the pause needs no excuse
+    for later silence.
     """
     state, now = decision.state, decision.now_s
     paused_s, state.listened_s = now - state.listened_s, now

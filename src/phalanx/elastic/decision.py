@@ -45,8 +45,10 @@ class Decision:
         self.actions.append(Send(hosts=(host,), message=message))
 
     def send_all(self, hosts: Sequence[str], message: Message, shares: Mapping[str, Message] | None = None) -> None:
-        """Send the same message to several agents, encoded once; `shares` are the fields that only one host gets, by
-        host."""
+        """Send the same message to several agents, encoded once.
+
+        `shares` are the fields that only one host gets, by host.
+        """
         if hosts:
             self.actions.append(Send(hosts=tuple(hosts), message=message, shares=shares or {}))
 
@@ -177,8 +179,7 @@ class Decision:
         state.noticed_s = state.noticed_s or self.now_s
 
     def fail_replacing(self) -> None:
-        """Note the members that were to be replaced as failed, because another generation is needed: the same
-        incident."""
+        """Note the members to be replaced as failed in the same incident: another generation is needed."""
         state = self.state
         replacing, state.replacing = state.replacing, FrozenMap()
         for rank, (failure, _) in replacing.items():
@@ -200,8 +201,10 @@ class Decision:
         state.limit_reason = ""
 
     def note_step(self, step: int) -> None:
-        """Note that the run has done so many steps, from a heartbeat or the last message of a rank; a heartbeat may be
-        late."""
+        """Note that the run has done so many steps, from a heartbeat or the last message of a rank.
+
+        A heartbeat may be late.
+        """
         saved = self.state.saved
         if saved.forming:
             return

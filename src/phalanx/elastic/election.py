@@ -1,9 +1,9 @@
 """The election of a run's coordinator: one small interface, implemented with files, etcd or a Kubernetes Lease.
 
-The process that holds the newest term coordinates. A term is a number that only grows: the fencing number. Its
-holder shows that it lives by renewing; a holder that is frozen (SIGSTOP, a host that swaps, a paused virtual
-machine) does not, and loses its lease. When it wakes up it finds a newer term, and exits before it does anything.
-The state that the next coordinator needs is in the run folder in any case (coordinator_memory.py).
+The process that holds the newest term coordinates. A term is a number that only grows: the fencing number. Its holder
+shows that it lives by renewing; a holder that is frozen (SIGSTOP, a host that swaps, a paused virtual machine) does
+not, and loses its lease. When it wakes up it finds a newer term, and exits before it does anything. The state that the
+next coordinator needs is in the run folder in any case (coordinator_memory.py).
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class ElectionUnavailable(Exception):
 class Election(Protocol):
     """The interface of an election. `term` is 0 before `take` has succeeded.
 
-    Where a service is out of reach, all methods but `renew` and `check` raise ElectionUnavailable; those two trust
-    a lease that is not over yet.
+    Where a service is out of reach, all methods but `renew` and `check` raise ElectionUnavailable; those two trust a
+    lease that is not over yet.
     """
 
     term: int
 
     def take(self) -> bool:
-        """Become the coordinator; False when another process is and shows that it lives, which may take `LEASE_S` to
-        find out."""
+        """Become the coordinator; False when another process is and shows that it lives, which may take `LEASE_S`."""
         ...
 
     def renew(self) -> None:
@@ -120,8 +119,7 @@ def choose_election(choices: Sequence[str], run: Run) -> str:
 
 
 def run_name(run: Run) -> str:
-    """Return the name of a run in a service that many share: its folder's name and its id, in characters of a host
-    name.
+    """Return a run's name in a shared service: its folder's name and its id, in characters of a host name.
 
     A run of 0.6 has no id; there the folder's name must do.
     """

@@ -141,8 +141,7 @@ def read_error(run: Run, rank: int) -> Failure | None:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """Return the cause among several failures: ranks that raised or were killed come before those that lost their
-    peer."""
+    """Return the cause among several failures: ranks that raised or were killed before those that lost their peer."""
     return min(failures, key=lambda failure: (failure.is_consequence, not failure.is_user, failure.at_s, failure.rank))
 
 
@@ -182,8 +181,7 @@ def tell(
 ) -> str:
     """Return the one message about a failed run: first failing rank, step, cause, meaning, and remedy.
 
-    `host` is the rank's host, left out on this machine. Checkpoints of more steps than `at_most` are not to be
-    trusted.
+    `host` is the rank's host, left out on this machine. Checkpoints of more steps than `at_most` are not to be trusted.
     """
     rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
     checkpoint_text = (

@@ -41,8 +41,8 @@ def commit_fence(run: Run, generation: int) -> Iterator[None]:
 def begin_generation(run: Run, generation: int) -> None:
     """Raise the fence: from now on no rank of an older generation commits.
 
-    Waits for a commit in progress, but only `WAIT_S`: a rank that holds the lock that long is dead or cut off, and
-    its rename, if it still comes, replaces a step that was complete.
+    Waits for a commit in progress, but only `WAIT_S`: a rank that holds the lock that long is dead or cut off, and its
+    rename, if it still comes, replaces a step that was complete.
     """
     with open(run.path / "commit.lock", "a", encoding="utf-8") as lock:
         until_s = time.monotonic() + WAIT_S

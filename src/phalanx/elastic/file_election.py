@@ -1,9 +1,8 @@
 """Election on a disk that all hosts share: a file for each term in `coordinator.terms/` of the run folder.
 
-Only one process can make the file of a term (a hard link). Its holder increments a counter in it; a process that
-wants the next term watches that counter with its own clock, so that clocks of different hosts are never compared. A
-dead holder is noticed at once on its own machine, where the kernel releases its lock; other machines wait for the
-lease.
+Only one process can make the file of a term (a hard link). Its holder increments a counter in it; a process that wants
+the next term watches that counter with its own clock, so that clocks of different hosts are never compared. A dead
+holder is noticed at once on its own machine, where the kernel releases its lock; other machines wait for the lease.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ class FileElection:
     def _is_alive(self, term: int) -> bool:
         """True when the holder of a term lives.
 
-        On its own machine the lock shows at once that it is dead; elsewhere, or when it is frozen, its counter
-        stands still.
+        On its own machine the lock shows at once that it is dead; elsewhere, or when it is frozen, its counter stands
+        still.
         """
         path, count = self._run.path / "coordinator.terms" / f"{term:08d}", _read_count(self._run, term)
         since_s, known = self._clock(), self._watched
@@ -261,8 +260,7 @@ tell(locks)
 
 
 def check_locks(folder: Path) -> None:
-    """Raise ElectionUnavailable where files of a folder cannot show which process was first, tested with a second
-    process.
+    """Raise ElectionUnavailable where a test with a second process shows that locks or links do not work in a folder.
 
     Both processes are on this machine: that a lock also holds between machines is not shown by this.
     """

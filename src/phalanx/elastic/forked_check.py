@@ -87,8 +87,10 @@ def _answer(check: Callable[[], Sequence[str]], pipe: int, forget: Callable[[], 
 
 
 def _problems(text: bytes) -> list[str]:
-    """Parse the problems that the child wrote; none for a child that was killed, because its killer will show up
-    itself."""
+    """Parse the problems that the child wrote.
+
+    There are none from a child that was killed, because its killer will show up itself.
+    """
     try:
         return [str(problem) for problem in json.loads(text)]
     except ValueError:

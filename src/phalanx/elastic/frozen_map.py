@@ -60,8 +60,7 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         return items
 
     def keys_in(self, buckets: Iterable[int]) -> list[K]:
-        """Return the keys in some of its 256 buckets, counted modulo 256, so that a caller can go through all in
-        portions."""
+        """Return the keys in some of its 256 buckets (modulo 256), so that a caller can visit all in portions."""
         return [key for number in buckets for key in self._buckets[number % BUCKETS]]
 
     def set(self, key: K, value: V) -> FrozenMap[K, V]:
@@ -90,8 +89,7 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         )
 
     def draft(self) -> FrozenMap[K, V]:
-        """Return a copy that may be changed with `put`, as long as only its maker has it: many changes cost one
-        copy."""
+        """Return a copy that may be changed with `put` while only its maker has it: many changes cost one copy."""
         return self._made(list(self._buckets), self._count)
 
     def put(self, key: K, value: V) -> None:

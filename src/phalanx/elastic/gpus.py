@@ -1,9 +1,9 @@
 """Checks between ranks and their GPUs: shared GPUs, NCCL's version, preloaded libraries, MPS, and free memory.
 
-They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that
-do not load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the
-agents run these checks before torch is loaded. Questions to a library itself are answered in a separate process, or
-by a rank, which has loaded it.
+They find jobs with more ranks than GPUs, an NCCL that is too old for sharing a GPU, preloaded libraries that do not
+load, an MPS that does not answer, and memory that other programs use. Imports no torch: the client and the agents run
+these checks before torch is loaded. Questions to a library itself are answered in a separate process, or by a rank,
+which has loaded it.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def take_shared_gpu(environ: MutableMapping[str, str]) -> None:
 
 
 def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: float) -> bool:
-    """Return True when some ranks share a GPU. Every rank passes its own; all raise where more share one than
-    `allowed`.
+    """Return True when some ranks share a GPU.
 
-    Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions
-    to the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
+    Every rank passes its own; all raise where more share one than `allowed`.
+
+    Without agents only the ranks know: `srun --gpus-per-task=1` shows each its own GPU as number 0. Two additions to
+    the store per rank, whatever their number. Errors of the store about missing ranks are passed on.
     """
     name = hashlib.sha256(gpu.encode()).hexdigest()[:32]
     count = store.add(f"gpu/{name}", 1)
@@ -155,8 +156,7 @@ def tell_nccl() -> None:
 
 
 def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
-    """Return the NCCL that a process started with `environ` would use; a Problem where such a process does not
-    start."""
+    """Return the NCCL that a process with this `environ` would use; a Problem where such a process does not start."""
     where = f"{PRELOAD}={environ[PRELOAD]}" if environ.get(PRELOAD) else "NCCL"
     try:
         done = subprocess.run(
@@ -188,8 +188,10 @@ def ask_nccl(environ: Mapping[str, str]) -> NcclLibrary | Problem | None:
 
 
 def check_preload(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """The libraries that LD_PRELOAD names can be loaded; the loader ignores others, and the old library is used
-    instead."""
+    """The libraries that LD_PRELOAD names can be loaded.
+
+    The loader ignores others, and the old library is used instead.
+    """
     named, program = environ.get(PRELOAD, ""), shutil.which("true")
     if not named or program is None:
         return

@@ -4,10 +4,10 @@
     client -> server   magic, size, nonce_c, hello, MAC(secret, "client", nonce_s, nonce_c, hello)
     server -> client   size, hello, MAC(secret, "server", nonce_s, nonce_c, hello of both)     size 0: refused
 
-Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. The hello of each side
-(role, host, epoch) is covered by its MAC, and is parsed only after the MAC was verified. Later frames are signed
-with a key of the connection, derived from the secret, both nonces and both hellos, over their direction and a count
-of frames: a frame repeated, dropped, moved, or sent back to its author does not match.
+Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. The hello of each side (role,
+host, epoch) is covered by its MAC, and is parsed only after the MAC was verified. Later frames are signed with a key
+of the connection, derived from the secret, both nonces and both hellos, over their direction and a count of frames: a
+frame repeated, dropped, moved, or sent back to its author does not match.
 
 The MAC is BLAKE2b with a key (RFC 7693), of 32 bytes: half the cost of an HMAC-SHA256 through OpenSSL, and a
 connection stores nothing but its key. A coordinator of 16,384 hosts makes three of them for each when one rank is
@@ -109,8 +109,10 @@ def read_opening(text: bytes) -> tuple[int, bytes]:
 
 
 def keyed_digest(key: bytes, text: bytes, digest_bytes: int = MAC_BYTES) -> bytes:
-    """Return the MAC of a text; MACs of different sizes are unrelated, the shorter is not the beginning of the
-    longer."""
+    """Return the MAC of a text.
+
+    MACs of different sizes are unrelated, the shorter is not the beginning of the longer.
+    """
     return blake2b(text, digest_size=digest_bytes, key=key).digest()
 
 
@@ -127,8 +129,7 @@ class Handshake:
         return keyed_digest(self._secret, PROOF.pack(b"client", len(hello_c), 0) + hello_c + self._nonces)
 
     def server_mac_and_key(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
-        """Return the server's proof, bound to the hello it answers, and the key of the connection, which is never
-        sent."""
+        """Return the server's proof, bound to the hello it answers, and the connection's key, which is never sent."""
         sizes = PROOF.pack(b"server", len(hello_c), len(hello_s))
         proof_and_key = keyed_digest(self._secret, sizes + hello_c + hello_s + self._nonces, 2 * MAC_BYTES)
         return proof_and_key[:MAC_BYTES], proof_and_key[MAC_BYTES:]

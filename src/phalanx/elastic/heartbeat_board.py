@@ -1,9 +1,9 @@
 """A page of memory that an agent and its ranks share: heartbeats, the step of each rank, and requests to the ranks.
 
 Two clocks per slot: `answered_s` is updated by a thread of the rank several times a second, whatever the rank waits
-for; `progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for
-minutes during set-up (a communicator, a CUDA module): so the agent checks from outside whether the process runs at
-all. An old answer of a process that runs only shows that the lock is held.
+for; `progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for minutes
+during set-up (a communicator, a CUDA module): so the agent checks from outside whether the process runs at all. An old
+answer of a process that runs only shows that the lock is held.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ SIGNS_PER_S = 512
 
 
 def heartbeat_every_s(num_hosts: int, dead_after_s: float = math.inf) -> float:
-    """Seconds between two heartbeats of an agent: the more hosts, the fewer heartbeats, and four within
-    `dead_after_s`.
+    """Seconds between two heartbeats of an agent: the more hosts, the fewer heartbeats, and four within `dead_after_s`.
 
     >>> [heartbeat_every_s(hosts, 30.0) for hosts in (2, 512, 1024, 16384)], heartbeat_every_s(16384, 5.0)
     ([0.25, 1.0, 2.0, 4.0], 1.25)
@@ -162,8 +161,8 @@ def sign_every_s(num_hosts: int) -> float:
 def first_sign_s(num_hosts: int) -> float:
     """Seconds within which an agent that joins gets a sign of life after the answer to its hello, which was the first.
 
-    With many hosts it comes later than the period between two signs. The first frame of a connection costs as much
-    as half a handshake, since its key is derived with it: connections that are still in their handshake come first.
+    With many hosts it comes later than the period between two signs. The first frame of a connection costs as much as
+    half a handshake, since its key is derived with it: connections that are still in their handshake come first.
 
     >>> [first_sign_s(hosts) for hosts in (2, 1024, 16384)]
     [0.5, 4.0, 6.0]
@@ -173,8 +172,7 @@ def first_sign_s(num_hosts: int) -> float:
 
 
 def fold_progress(progress: Mapping[int, Progress | None]) -> dict[str, Any]:
-    """Return a host's report on its ranks (by slot; None where one has not reported): the common progress, and
-    exceptions.
+    """Return a host's report on its ranks by slot (None: not reported): the common progress, and exceptions.
 
     >>> fold_progress({0: (7, 2, 0.5), 1: (7, 2, 0.25), 2: (6, 2, 9.0), 3: None})
     {'progress': (7, 2, 0.25), 'exceptions': {2: (6, 2, 9.0), 3: None}}

@@ -1,7 +1,7 @@
 """The agent of a host: a process in every slot, their heartbeats, and the connection to the coordinator.
 
-One thread that never waits long: this process forks, so no other thread may run. The coordinator is notified of
-every process that ends, and decides what follows. The processes themselves are in rank_slots.py.
+One thread that never waits long: this process forks, so no other thread may run. The coordinator is notified of every
+process that ends, and decides what follows. The processes themselves are in rank_slots.py.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ Message = dict[str, Any]
 
 
 def turn_s(place: int) -> float:
-    """Return when it is an agent's turn to start a coordinator, by its place among the hosts: each delay serves twice
-    as many.
+    """Return the seconds before an agent starts a coordinator; each further delay is shared by twice as many hosts.
 
     However many of the first hosts are lost at once, some agent's turn comes long before any agent gives up.
 
@@ -151,8 +150,10 @@ class HostAgent:
         self._over: int | None = None
 
     def begin(self) -> None:
-        """Start a coordinator if this is the first host; called before torch is imported, so that it starts
-        meanwhile."""
+        """Start a coordinator if this is the first host.
+
+        Called before torch is imported, so that it starts meanwhile.
+        """
         if self._order[0] == self.host:
             self._spawn_coordinator()
 
@@ -215,9 +216,9 @@ class HostAgent:
     def _watch_coordinator(self) -> None:
         """Watch the connected coordinator: a silent one may be frozen, or its host may have vanished.
 
-        A coordinator that is silent and has not renewed its term for a lease has lost it. When it is this agent's
-        turn it starts another one, which waits for the rest of the lease; where another agent was faster, it
-        connects to that coordinator.
+        A coordinator that is silent and has not renewed its term for a lease has lost it. When it is this agent's turn
+        it starts another one, which waits for the rest of the lease; where another agent was faster, it connects to
+        that coordinator.
         """
         if self._channel is None:
             return
@@ -339,8 +340,10 @@ class HostAgent:
         return {"slots": slots, **fields}
 
     def _spawn_coordinator(self) -> None:
-        """Start a coordinator, unless this agent's own still runs; it exits by itself when another process
-        coordinates."""
+        """Start a coordinator, unless this agent's own still runs.
+
+        It exits by itself when another process coordinates.
+        """
         own = self._own
         if not own.is_running:
             own.start(self._watched)
@@ -451,8 +454,7 @@ class HostAgent:
             self._ranks.hand(slot, self._form)
 
     def _tend_replica(self, kind: str, message: Message) -> None:
-        """Handle ranks of a model replica without which the others train on: end them, let them join again, or let
-        them go."""
+        """Handle ranks of a model replica that is left out: end them, let them join again, or let them go."""
         if kind == "rejoin" and "ranks" in message:
             self._take_moved(message)
         for number in message["slots"]:
@@ -494,8 +496,7 @@ class HostAgent:
             self._unsaid.append(message)
 
     def _tell_ready(self) -> None:
-        """Report all members of this host as ready, once: when the host was checked and all have left the membership
-        before."""
+        """Report the members of this host as ready, once the host was checked and all left the membership before."""
         members = [slot for slot in self._slots if slot.rank >= 0]
         if self._reported_ready == self._generation or not self._generation or not self.checks.is_done():
             return

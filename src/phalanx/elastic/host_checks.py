@@ -31,8 +31,10 @@ class HostChecks:
         self._check: ForkedCheck | None = None  # the recheck in progress
 
     def look(self, plan: Plan, *, quick: bool = False) -> None:
-        """Run the preflight; `quick` leaves out measurements that need the machine alone: another agent on it makes
-        them."""
+        """Run the preflight.
+
+        `quick` leaves out measurements that need the machine alone: another agent on it makes them.
+        """
         problems = preflight(plan=plan, run=self._run.path, slots=self._slots, address=self._address, quick=quick)
         self.problems = [problem.render() for problem in problems]
         self.recheck, self.plan = partial(self._look_again, plan), plan
@@ -49,8 +51,7 @@ class HostChecks:
         return [problem.render() for problem in problems]
 
     def measure_link(self, where: Address, secret: bytes, *, is_off: Callable[[], bool]) -> None:
-        """Measure the link to another host once, before this host joins: until then nothing waits for it, and it takes
-        seconds."""
+        """Measure the link to another host once, before this host joins: nothing waits for these seconds yet."""
         plan = self.plan
         if plan is None or self.link_bytes_per_s is not None or where[0] == self._address:
             return

@@ -94,8 +94,7 @@ class HostView(NamedTuple):
         )
 
     def announced(self, generation: int) -> HostView:
-        """Return the host after a new membership was sent to it: not ready, without progress in it; as cheap as
-        `moved`."""
+        """Return the host after a new membership was sent to it: not ready, without progress. As cheap as `moved`."""
         return HostView(
             self.name,
             self.address,

@@ -61,8 +61,7 @@ class IncidentHistory:
         return replace(self, incidents=(*earlier, incident)[-MAX_INCIDENTS:], step_s=step_s)
 
     def costly_since(self, max_lost: float, *, min_lost_s: float) -> int | None:
-        """Return the index of the oldest incident since which incidents cost more than a share of the wall time, or
-        None.
+        """Return the index of the oldest incident since which incidents cost more than a share of the time, or None.
 
         The time runs until the newest incident begins: the cost of that one is not known yet.
         """
@@ -95,8 +94,10 @@ class IncidentHistory:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> IncidentHistory:
-        """Read what `to_json` returned, an empty history from an empty mapping; raises KeyError, TypeError or
-        ValueError."""
+        """Read what `to_json` returned, an empty history from an empty mapping.
+
+        Raises KeyError, TypeError or ValueError.
+        """
         if not body:
             return cls()
         resumed_s, resumed_step = body["resumed"]

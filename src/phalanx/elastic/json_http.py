@@ -28,8 +28,10 @@ def ask_json(
     context: ssl.SSLContext | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, dict[str, Any]]:
-    """Return status and JSON object of an answer; raises HttpProblem. `base` is http://HOST:PORT or
-    https://HOST:PORT."""
+    """Return status and JSON object of an answer; raises HttpProblem.
+
+    `base` is http://HOST:PORT or https://HOST:PORT.
+    """
     parts = urlsplit(base)
     where = f"{parts.scheme}://{parts.netloc}"
     try:

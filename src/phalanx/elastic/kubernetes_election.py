@@ -1,7 +1,7 @@
 """Election in a Kubernetes Lease (coordination.k8s.io/v1), as the controllers of Kubernetes elect theirs.
 
-The API server accepts a change only with the `resourceVersion` that was read: a compare-and-swap. A process that
-wants the lease of another one watches its version with its own clock; the times in a Lease are for people.
+The API server accepts a change only with the `resourceVersion` that was read: a compare-and-swap. A process that wants
+the lease of another one watches its version with its own clock; the times in a Lease are for people.
 `leaseTransitions` grows with every holder: it is the term.
 
 The service account of the pods needs get, create and update on leases of their namespace.
@@ -50,8 +50,7 @@ class KubernetesElection:
 
     @classmethod
     def in_cluster(cls, *, namespace: str, name: str, account: Path = ACCOUNT) -> KubernetesElection:
-        """Use the facts that every pod has: the server's address, its certificate, and a token that is renewed in
-        time."""
+        """Use the pod's environment: the server's address, its certificate, and a token that is renewed in time."""
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ElectionUnavailable("KUBERNETES_SERVICE_HOST is not set: this is no pod of a Kubernetes cluster")

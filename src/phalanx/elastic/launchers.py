@@ -1,13 +1,13 @@
 """Find this process's rank when another launcher started it: torchrun, srun, mpirun, mpiexec, or a user.
 
-torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH,
-Intel MPI, Cray PALS), Flux, jsrun and horovodrun each set other names and no address; what they leave out is
-derived here, so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun give a
-process its rank but not the number of ranks: that is refused, because a guess would make a run of every rank.
+torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH, Intel
+MPI, Cray PALS), Flux, jsrun and horovodrun each set other names and no address; what they leave out is derived here,
+so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun give a process its rank
+but not the number of ranks: that is refused, because a guess would make a run of every rank.
 
 A batch script and the shell of salloc are not tasks of a step. Slurm gives them SLURM_NTASKS, and the script
-SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (observed with Slurm 22.05), so a plain `phalanx train` there starts
-its own ranks.
+SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (observed with Slurm 22.05), so a plain `phalanx train` there starts its
+own ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class RankPlace:
     derived: bool = False
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that torch and the trainer read; the local ones only where the launcher provides
-        them."""
+        """Return the variables that torch and the trainer read.
+
+        The local rank and world size are left out where the launcher does not provide them.
+        """
         variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         if self.local_rank is not None:
             variables["LOCAL_RANK"] = self.local_rank
@@ -83,8 +85,8 @@ class _Claim:
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
     """Return this process's rank; None when no launcher started several processes, so that Phalanx starts the ranks.
 
-    Raises UserError for an incomplete set of variables, and for sets that contradict each other: a guess could
-    start a second run where one was meant.
+    Raises UserError for an incomplete set of variables, and for sets that contradict each other: a guess could start a
+    second run where one was meant.
     """
     claim = _innermost(environ)
     own = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
@@ -111,8 +113,7 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def refuse_several(environ: Mapping[str, str], verb: str) -> None:
-    """Raise UserError when a launcher started this command several times at once, each of which would make its own
-    run."""
+    """Raise UserError when a launcher started this command several times, each of which would make its own run."""
     place = find_rank(environ)
     if place is not None and place.world > 1:
         raise mistake(
@@ -362,8 +363,7 @@ def _sound(claim: _Claim) -> _Claim:
 
 
 def _explicit(environ: Mapping[str, str], claim: _Claim | None) -> RankPlace:
-    """Return the rank from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun, a Kubernetes operator or a script sets
-    them."""
+    """Return the rank from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun, an operator or a script sets them."""
     rank, world = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     if rank >= world:
         raise mistake(
@@ -425,8 +425,10 @@ def _meeting_place(environ: Mapping[str, str], claim: _Claim) -> tuple[str, int]
 
 
 def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
-    """Raise UserError for RANK or WORLD_SIZE without the rest. WORLD_SIZE = 1 alone is harmless, and so is
-    MASTER_ADDR."""
+    """Raise UserError for RANK or WORLD_SIZE without the rest.
+
+    WORLD_SIZE = 1 alone is harmless, and so is MASTER_ADDR.
+    """
     if not own or ("WORLD_SIZE" in own and whole_number(environ, "WORLD_SIZE") == 1):
         return
     every = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -441,8 +443,7 @@ def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
 
 
 def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
-    """Raise UserError for a rank above 0 without the number of ranks; rank 0 may be a batch script or an allocation's
-    shell.
+    """Raise UserError for a rank above 0 without the number of ranks; rank 0 may be a batch script or a shell.
 
     A process with RANK and WORLD_SIZE set has completed what its launcher left out.
     """

@@ -1,5 +1,4 @@
-"""The time since a lease was renewed, on its holder's own clock, and how long a holder may trust a lease it cannot
-reach."""
+"""The time since a lease was renewed, on its holder's clock, and for how long an unreachable lease may be trusted."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 class Listener:
     """Accepts connections, and returns those that prove to know the secret; others cost a socket for some seconds.
 
-    `hello` is this side's hello, or a function of an authentic client's hello; it may raise Refused. Set
-    `half_open` where more honest peers may connect at once: the oldest of the waiting ones is dropped first.
+    `hello` is this side's hello, or a function of an authentic client's hello; it may raise Refused. Set `half_open`
+    where more honest peers may connect at once: the oldest of the waiting ones is dropped first.
     """
 
     def __init__(
@@ -173,8 +173,10 @@ class _Guest:
         self._said = b""
 
     def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
-        """Return a channel once the client has proved itself, None while bytes are missing; raises Closed or
-        Refused."""
+        """Return a channel once the client has proved itself, None while bytes are missing.
+
+        Raises Closed or Refused.
+        """
         # Read at once: an honest client sends nothing after its hello before the answer.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
         if len(self._said) < OPENING.size:

@@ -86,8 +86,9 @@ def agent_command(*, allow_code: bool, election: str = "") -> tuple[str, ...]:
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
-    """Return this machine as several hosts; spares are dealt from the last host on, so that one lost host takes few
-    along.
+    """Return this machine as several hosts.
+
+    Spares are dealt from the last host on, so that one lost host takes few along.
 
     >>> [(host.slots, host.spares) for host in local_hosts(4, hosts=2, spares=3)]
     [(3, 1), (4, 2)]
@@ -150,8 +151,8 @@ def tend_agents(
 ) -> LaunchOutcome:
     """Start the agents of a prepared launch, and wait until they exit.
 
-    `stop_requests` are the signals collected so far. Only the first of several launchers writes how the run ended
-    when no coordinator did.
+    `stop_requests` are the signals collected so far. Only the first of several launchers writes how the run ended when
+    no coordinator did.
     """
     fleet = Fleet(run, hosts, environ, agent)
     try:
@@ -257,8 +258,10 @@ class Fleet:
         return self._run.status().get("state") in ENDED
 
     def terminate(self, first: int, count: int) -> None:
-        """Pass the n-th request on; the second as another signal, because two pending signals of a kind count as
-        one."""
+        """Pass the n-th request to stop on to the agents.
+
+        The second is another signal, because two pending signals of a kind count as one.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
         self._stop_requested = True
         self._due_s.clear()
@@ -273,8 +276,7 @@ class Fleet:
                 process.wait()
 
     def _start(self, host: HostSpec) -> subprocess.Popen[bytes]:
-        """Start the agent in a separate session: Ctrl-C in the terminal reaches only this process, which passes it
-        on."""
+        """Start the agent in a separate session: only this process gets Ctrl-C in the terminal, and passes it on."""
         self._started_s[host.name] = time.monotonic()
         words = [str(self._run.path), host.name, str(host.slots), host.address, str(0 if host.prefix else os.getpid())]
         words += [json.dumps(asdict(host.task))] if host.task is not None else []
@@ -289,8 +291,8 @@ class Fleet:
 def collected_signals() -> Iterator[list[int]]:
     """A context that collects Ctrl-C and SIGTERM: the first asks to stop after the step, the second at once.
 
-    The handler prints nothing: a second signal would find the stream in use, and Python answers that with
-    "reentrant call", which ended the launch with exit code 1.
+    The handler prints nothing: a second signal would find the stream in use, and Python answers that with "reentrant
+    call", which ended the launch with exit code 1.
     """
     stop_requests: list[int] = []
 

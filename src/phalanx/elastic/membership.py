@@ -1,7 +1,7 @@
 """A membership: which slot of which host has which rank, in which layout; and the choice of the next membership.
 
-Every change of members is a new generation. In messages, in coordinator.json and in event files the number is
-called `epoch`, as it has been since 0.1, so that records of older runs can be read.
+Every change of members is a new generation. In messages, in coordinator.json and in event files the number is called
+`epoch`, as it has been since 0.1, so that records of older runs can be read.
 """
 
 from __future__ import annotations

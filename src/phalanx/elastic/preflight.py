@@ -1,8 +1,8 @@
 """The checks of a host before ranks are started on it: devices, memory, disk, network and clock.
 
-Every check compares one number with one threshold and is a plain function of measured values; `preflight` measures
-and runs them all. A host with a problem takes no part: one that is slow or full costs every other host more than
-its absence.
+Every check compares one number with one threshold and is a plain function of measured values; `preflight` measures and
+runs them all. A host with a problem takes no part: one that is slow or full costs every other host more than its
+absence.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -
 def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: int, address: str) -> list[Problem]:
     """Run the quick checks, before ranks of this host join another membership.
 
-    Memory is required for `new_ranks` processes, which hold nothing yet, and for the replicas of `new_places`
-    slots; the memory of living ranks and their replicas is no longer free, and is not counted twice. The disk is
-    not checked: a full or read-only one must not end a living run, whose state is in memory, and each save that
-    fails is reported.
+    Memory is required for `new_ranks` processes, which hold nothing yet, and for the replicas of `new_places` slots;
+    the memory of living ranks and their replicas is no longer free, and is not counted twice. The disk is not checked:
+    a full or read-only one must not end a living run, whose state is in memory, and each save that fails is reported.
     """
     machine = discover()
     host = machine.hostname
@@ -160,8 +159,7 @@ def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Ite
 
 
 def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
-    """Host memory is enough for so many new ranks, and for the in-memory checkpoints of so many slots without a rank
-    yet."""
+    """Host memory is enough for so many new ranks, and for the in-memory checkpoints of so many new places."""
     on_cpu = plan.cluster.accelerator.family == "cpu"
     ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0
     copies_bytes = places * copies_per_rank(plan) * plan.reliability.checkpoint_bytes / plan.layout.devices
@@ -177,8 +175,7 @@ def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float,
 
 
 def copies_per_rank(plan: Plan) -> int:
-    """Return how many times a rank's state is in its host's memory: its own, and as a replica that of another host's
-    rank."""
+    """Return how many times a host's memory holds a rank's state: its own, and as a replica another host's."""
     if not plan.reliability.memory_every:
         return 0
     return BUFFERS * (2 if plan.reliability.hosts > 1 else 1)
@@ -201,11 +198,10 @@ def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
 
 
 def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
-    """The disk has room for this host's share of the checkpoints at one time: `keep` of them, and the one being
-    written.
+    """The disk has room for this host's share of the checkpoints: `keep` of them, and the one being written.
 
-    Existing checkpoints need no further room. A run continues with less (a save deletes old ones first where the
-    disk is full, train/state/retention.py), but it would then keep fewer than the job asks for.
+    Existing checkpoints need no further room. A run continues with less (a save deletes old ones first where the disk
+    is full, train/state/retention.py), but it would then keep fewer than the job asks for.
     """
     path = plan.job.checkpoint.path
     # Object storage has no free space that could be queried.
@@ -244,8 +240,7 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
 
 
 def expected_saves(plan: Plan) -> int:
-    """Return the number of checkpoints of a run without failures: one per interval, and the last; at most one per
-    step.
+    """Return the number of checkpoints of a run without failures: one per interval, and the last; at most one per step.
 
     Computed with the longest predicted step time, as a slower run saves more often.
     """
@@ -315,8 +310,8 @@ def expected_between(plan: Plan) -> float:
 
     CPU ranks communicate over TCP: there it is the plan's network, up to what one connection can carry. The plan's
     figure for GPUs is of RDMA, which this connection does not use: it carries control messages and in-memory
-    checkpoints, often over a separate plain network. Those, and a plan for one machine only, are compared with
-    Gigabit Ethernet.
+    checkpoints, often over a separate plain network. Those, and a plan for one machine only, are compared with Gigabit
+    Ethernet.
     """
     cluster = plan.cluster
     if cluster.accelerator.family != "cpu" or cluster.domains < 2:
@@ -327,8 +322,8 @@ def expected_between(plan: Plan) -> float:
 def expected_link(plan: Plan) -> float:
     """Return the bytes per second that a host's network stack should move to itself.
 
-    Only CPU ranks communicate this way. Under GPUs it carries control messages, stores and in-memory checkpoints,
-    and is compared with an ordinary machine's loopback instead of NVLink.
+    Only CPU ranks communicate this way. Under GPUs it carries control messages, stores and in-memory checkpoints, and
+    is compared with an ordinary machine's loopback instead of NVLink.
     """
     return plan.cluster.link_bytes_per_s if plan.cluster.accelerator.family == "cpu" else LOOPBACK_BYTES_PER_S
 

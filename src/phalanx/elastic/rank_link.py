@@ -32,8 +32,10 @@ class Interrupted(Exception):
 
 
 class RankLink:
-    """The connection, made in a rank's process. Messages are JSON lines over a socket pair private to rank and
-    agent."""
+    """The connection, made in a rank's process.
+
+    Messages are JSON lines over a socket pair private to rank and agent.
+    """
 
     def __init__(self, line: socket.socket, board: HeartbeatBoard, slot: int) -> None:
         self._line, self.board, self.slot = line, board, slot
@@ -74,8 +76,10 @@ class RankLink:
                 return form
 
     def enter(self, generation: int) -> None:
-        """Enter a generation: sockets opened from now on are shut when it ends; raises Interrupted if it already
-        has."""
+        """Enter a generation: sockets opened from now on are shut when it ends.
+
+        Raises Interrupted if it already has.
+        """
         self._kept = frozenset(open_sockets())
         with self._lock:
             self._generation, self._over_s = generation, None
@@ -106,8 +110,8 @@ class RankLink:
     def next_round(self, generation: int, after: int, timeout_s: float) -> Message:
         """Wait for the replicas that are present in a round after `after`, and enter that round.
 
-        Sockets opened from now on belong to the round, and are shut when a replica is lost in it. Raises
-        Interrupted when the membership is over, and ConnectionError when no round is announced in time.
+        Sockets opened from now on belong to the round, and are shut when a replica is lost in it. Raises Interrupted
+        when the membership is over, and ConnectionError when no round is announced in time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -196,9 +200,9 @@ class RankLink:
     def _cut_old(self) -> None:
         """Get the training out of a membership that is over; repeated, because it may be opening more sockets.
 
-        Communicators first: an abort in NCCL notifies its own threads and other ranks over sockets, and a socket
-        that is shut under it is an error to torch's watchdog. A communicator that is only being made cannot be
-        aborted: it ends when its sockets are shut. Under the lock, so that nothing of the next membership is hit.
+        Communicators first: an abort in NCCL notifies its own threads and other ranks over sockets, and a socket that
+        is shut under it is an error to torch's watchdog. A communicator that is only being made cannot be aborted: it
+        ends when its sockets are shut. Under the lock, so that nothing of the next membership is hit.
         """
         with self._lock:
             if not 0 < self._generation < self._newest:

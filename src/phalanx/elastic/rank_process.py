@@ -62,8 +62,8 @@ def fork_rank(
 ) -> tuple[int, socket.socket]:
     """Fork the process of a slot; returns its process id, and the agent's end of the connection to it.
 
-    The caller has imported what the ranks share, and runs no threads. `forget` closes, in the child, what belongs
-    to the caller alone.
+    The caller has imported what the ranks share, and runs no threads. `forget` closes, in the child, what belongs to
+    the caller alone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,8 +100,8 @@ def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int, h
     """Make this process `rank`: set its log, its stacks, and the variables that torch reads.
 
     In a `host_log`, which it shares with the other ranks of its host, every line begins with the rank; output of
-    libraries appears unchanged. Its stacks then go to memory, where its agent reads them: a file for each of
-    131,072 ranks is too many, and a stack is written in pieces, which would mix in a file for all.
+    libraries appears unchanged. Its stacks then go to memory, where its agent reads them: a file for each of 131,072
+    ranks is too many, and a stack is written in pieces, which would mix in a file for all.
     """
     _redirect(host_log or run.rank_log(rank))
     if host_log is not None:

@@ -1,8 +1,8 @@
 """The processes in an agent's slots: fork them, read their messages, watch them from outside, and end them.
 
-Whether a process runs is checked from outside (/proc), so that no lock of its own can hide it: one that is stopped
-for `dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is
-reported to the coordinator, which has more patience with it.
+Whether a process runs is checked from outside (/proc), so that no lock of its own can hide it: one that is stopped for
+`dead_after_s` is killed. One that runs and does not answer holds its interpreter lock in native code; that is reported
+to the coordinator, which has more patience with it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ class Slot:
 
 
 class RankSlots:
-    """The slots of a host. `say` sends to the coordinator, `forget` closes in a child what belongs to the agent
-    alone."""
+    """The slots of a host.
+
+    `say` sends to the coordinator, `forget` closes in a child what belongs to the agent alone.
+    """
 
     def __init__(
         self,
@@ -207,8 +209,7 @@ class RankSlots:
                 self.collectives.setdefault(str(message["last_collective"]), []).append(slot.number)
 
     def tell_left(self) -> None:
-        """Report the ranks that left the present membership since the last turn: ranks of a host mostly leave
-        together."""
+        """Report ranks that left the present membership since the last turn: ranks of a host mostly leave together."""
         messages, self._leaving = self._leaving, []
         if len(messages) == 1:
             self._say(**messages[0])
@@ -309,8 +310,10 @@ class RankSlots:
             os.kill(slot.pid, signal.SIGKILL)
 
     def end_ranks(self, grace_s: float) -> None:
-        """End all ranks: by message, then SIGTERM, then SIGKILL. Ranks that wait for a membership leave at the
-        message."""
+        """End all ranks: by message, then SIGTERM, then SIGKILL.
+
+        Ranks that wait for a membership leave at the message.
+        """
         for slot in self.slots:
             self.hand(slot, {"kind": "end"})
         for number, wait_s in ((0, min(grace_s, 1.0)), (signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):

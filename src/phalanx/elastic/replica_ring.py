@@ -22,9 +22,9 @@ class ReplicaPeer(NamedTuple):
 class ReplicaRing:
     """The machines in a ring, in the order of their lowest ranks; each takes the replicas of another.
 
-    The replicas of a machine are dealt in turn to the ranks of the next machine, or, where `rack_hosts` machines
-    fail together and there are two such racks or more, of the machine one rack further. A rank's place is its place
-    among its own machine's ranks, so no two ranks share one.
+    The replicas of a machine are dealt in turn to the ranks of the next machine, or, where `rack_hosts` machines fail
+    together and there are two such racks or more, of the machine one rack further. A rank's place is its place among
+    its own machine's ranks, so no two ranks share one.
     """
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], *, rack_hosts: int = 1) -> None:
@@ -58,11 +58,10 @@ class ReplicaRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaTable:
-    """The peers that take the replicas of each host's ranks, by host and slot: place among its guests, address and
-    port.
+    """The peers that take the replicas of each host's ranks, by host and slot: place among guests, address, port.
 
-    Each host is sent its own entries only. Of 131,072 ranks a lost one changes eight entries, and a lost host
-    sixteen: unchanged entries are copied from the table before.
+    Each host is sent its own entries only. Of 131,072 ranks a lost one changes eight entries, and a lost host sixteen:
+    unchanged entries are copied from the table before.
     """
 
     membership: Membership

@@ -4,8 +4,7 @@ A segment is anonymous memory behind a descriptor, with a snapshot of one rank i
 
     header | tensors | index        the header is wiped first and written last, so half a snapshot is none
 
-The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment
-readable.
+The agent makes segments before it forks, and every rank inherits them: a rank that dies leaves its segment readable.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ BLANK = bytes(HEADER_BYTES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentHeader:
-    """The header of a complete snapshot of one rank. `sequence` grows with every snapshot of a slot, whatever its
-    step."""
+    """The header of a complete snapshot of one rank.
+
+    `sequence` grows with every snapshot of a slot, whatever its step.
+    """
 
     sequence: int
     generation: int
@@ -119,8 +120,10 @@ class MemorySegment:
         return self.view()
 
     def view(self) -> memoryview:
-        """Return all of its bytes. The mapping is reused: faulting pages in again costs more than the copy into
-        them."""
+        """Return all of its bytes.
+
+        The mapping is reused: faulting pages in again costs more than the copy into them.
+        """
         size_bytes = self.size_bytes
         if self._map is None or len(self._map) < size_bytes:
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -236,10 +239,9 @@ class ReplicaStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededReplicas:
-    """The snapshots that must stay: of this generation, and the (generation, step) it was restored from; from `held`
-    on.
+    """The snapshots that must stay: of this generation, and the (generation, step) it was restored from.
 
-    `held` is the newest step of this generation that all ranks hold, -1 while there is none.
+    Of both only those from step `held` on stay. `held` is the newest step of this generation that all ranks hold, -1 while there is none.
     """
 
     generation: int

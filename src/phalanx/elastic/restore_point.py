@@ -77,8 +77,7 @@ Sightings = dict[int, list[ReplicaPlace]]  # places by rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestorePoint:
-    """A step that memory holds for every rank: for each rank that wrote it, the places of its copies, the best
-    first."""
+    """A step that memory holds for every rank: for each rank that wrote it, the places of its copies, best first."""
 
     generation: int
     step: int
@@ -105,15 +104,14 @@ class RestorePoint:
 class Lineage:
     """The step up to which the snapshots of each generation belong to the present state of the run.
 
-    When generation 5 continued from step 8 of generation 4, steps 9 and 10 of generation 4 were undone, although
-    their snapshots may still be in memory: the run may have gone back because they were wrong.
+    When generation 5 continued from step 8 of generation 4, steps 9 and 10 of generation 4 were undone, although their
+    snapshots may still be in memory: the run may have gone back because they were wrong.
     """
 
     ceilings: tuple[tuple[int, int | None], ...] = ()
 
     def begin(self, generation: int, *, source: tuple[int, int] | None) -> Lineage:
-        """Let `generation` continue from (generation, step) in memory, or from disk or the start: then no older
-        snapshots count.
+        """Let `generation` continue from (generation, step) in memory; None: from disk or the start, without older.
 
         >>> line = Lineage().begin(4, source=None).begin(5, source=(4, 8))
         >>> [line.allows(4, 8), line.allows(4, 9), line.allows(5, 9), line.allows(3, 7)]
@@ -191,8 +189,10 @@ class HeldStep:
     writers: RankRanges
 
     def to_json(self) -> list[Any]:
-        """Return the values for an agent's message, sent for every membership; no writers means that they are the
-        ranks."""
+        """Return the values for an agent's message, sent for every membership.
+
+        No writers means that they are the ranks.
+        """
         ranks, writers = self.ranks.to_json(), self.writers.to_json()
         return [self.generation, self.step, self.world, ranks, writers if writers != ranks else None]
 

@@ -50,8 +50,10 @@ class Intake:
         return taken
 
     def take_frames(self) -> Iterable[tuple[bytes, bytes, bytes]]:
-        """Read once and return every complete frame as (signed bytes, message, MAC); the rest waits for the next
-        call."""
+        """Read once and return every complete frame as (signed bytes, message, MAC).
+
+        The rest waits for the next call.
+        """
         read = receive_some(self._sock, READ_BYTES)
         # Nearly always it is exactly one complete frame.
         if not self._part and len(read) > PREFIX_BYTES:
@@ -83,8 +85,10 @@ class Intake:
             self._part += read[at:]
 
     def take_into(self, view: memoryview) -> int:
-        """Read into `view` and return how many bytes came, 0 when none are there yet; raises Closed at the end of the
-        stream."""
+        """Read into `view` and return how many bytes came, 0 when none are there yet.
+
+        Raises Closed at the end of the stream.
+        """
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """The transports that NCCL can use on a host: NVLink, NVLS, InfiniBand, SHARP, or only sockets.
 
 NCCL falls back silently from the fastest path to the next, down to TCP; a run is then slow without a reason in its
-log. Facts are gathered in one place; their meaning is a plain function of them. Nothing here prevents a start:
-these are warnings before ranks start, and notes for `phalanx show`.
+log. Facts are gathered in one place; their meaning is a plain function of them. Nothing here prevents a start: these
+are warnings before ranks start, and notes for `phalanx show`.
 """
 
 from __future__ import annotations
@@ -258,8 +258,7 @@ def _is_on(facts: TransportFacts, name: str) -> bool:
 
 
 def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME selects: a list of prefixes; "=" before it: exact names, "^": all
-    others.
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; after "=" exact names, after "^" all others.
 
     >>> chosen_interfaces("eth", ["lo", "eth0", "eth1"]), chosen_interfaces("^eth", ["lo", "eth0", "ib0"])
     (['eth0', 'eth1'], ['ib0'])
@@ -284,8 +283,10 @@ def chosen_interfaces(named: str, interfaces: Mapping[str, float] | Sequence[str
 
 
 def _peer_access() -> bool | None:
-    """Return True when every GPU can read the next one's memory; None where torch is not imported, which takes
-    seconds."""
+    """Return True when every GPU can read the next one's memory.
+
+    Returns None where torch is not imported, because the import takes seconds.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return None

@@ -15,8 +15,7 @@ _SET_ASIDE = re.compile(rf"{UNTRUSTED}step-(\d{{8,18}})(?:-\d+)?", re.ASCII)
 def set_aside_step(name: str) -> int | None:
     """Return the step of a checkpoint that was set aside; None for any other name.
 
-    >>> set_aside_step("untrusted-step-00000022"), set_aside_step("untrusted-step-00000022-2"),
-    set_aside_step("step-0")
+    >>> set_aside_step("untrusted-step-00000022"), set_aside_step("untrusted-step-00000022-2"), set_aside_step("step-0")
     (22, 22, None)
     """
     match = _SET_ASIDE.fullmatch(name)
@@ -26,8 +25,7 @@ def set_aside_step(name: str) -> int | None:
 def set_untrusted_aside(run: Run, *, after: int) -> None:
     """Rename the checkpoints of more than `after` steps, so that no resumed run restores one as its newest.
 
-    Deletes nothing. An object store cannot rename: there the trainer deletes them once it has restored an older
-    one.
+    Deletes nothing. An object store cannot rename: there the trainer deletes them once it has restored an older one.
     """
     root = run.checkpoints
     if isinstance(root, str) or not root.is_dir():
@@ -40,8 +38,10 @@ def set_untrusted_aside(run: Run, *, after: int) -> None:
 
 
 def untrusted_steps(run: Run, *, after: int) -> list[int]:
-    """Return steps beyond `after` whose checkpoints are set aside; in an object store, those that are still in
-    place."""
+    """Return steps beyond `after` whose checkpoints are set aside.
+
+    In an object store nothing is renamed: there, the steps of those still in place.
+    """
     root = run.checkpoints
     if isinstance(root, str):
         return [step for step in run.saved_steps() if step > after]

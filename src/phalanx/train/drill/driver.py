@@ -44,8 +44,7 @@ class DrillStuck(Exception):
 class FaultDriver:
     """Follow the event files of a run and inject each fault when it is due.
 
-    `hosts` are the host names in the order in which faults number them; `minutes` and `until_step` end the run
-    early.
+    `hosts` are the host names in the order in which faults number them; `minutes` and `until_step` end the run early.
     """
 
     def __init__(
@@ -78,8 +77,10 @@ class FaultDriver:
         self._ended_s: float | None = None
 
     def tick(self) -> None:
-        """Read new events, undo expired faults, inject due ones; raises DrillStuck when the run stopped making
-        progress."""
+        """Read new events, undo expired faults, inject due ones.
+
+        Raises DrillStuck when the run stopped making progress.
+        """
         for event in self._supervisor.read():
             self._note_event(event)
         for event in self._ranks.read():
@@ -144,8 +145,7 @@ class FaultDriver:
                 raise DrillStuck(f"its processes are still there {LEAVE_S:g} s after its end")
 
     def _follow_faults(self) -> None:
-        """Report the faults that fired, and schedule SIGCONT for a rank that stopped itself with a `hang` of limited
-        length."""
+        """Report the faults that fired, and schedule SIGCONT for a rank that stopped itself by a limited `hang`."""
         for firing in firings.new_firings(self._run, self._seen):
             whom = f"rank {firing.rank}" if firing.rank >= 0 else firing.host
             fault_text = self._texts.get(firing.id, firing.kind)

@@ -24,8 +24,10 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Firing:
-    """One injection of a fault. `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where a field does not
-    apply."""
+    """One injection of a fault.
+
+    `t_s` is Unix time, `monotonic_s` the clock of this boot; -1 where a field does not apply.
+    """
 
     id: int
     kind: str
@@ -78,8 +80,7 @@ def drill_clock(run: Run) -> float | None:
 def claim_firing(run: Run, fault: Fault, *, whom: int = -1, **where: Any) -> bool:
     """Create the file of this firing and sync it to disk; False when it was claimed before and must not act again.
 
-    `whom` distinguishes the ranks of a fault that hits several; a fault with `times` may be claimed that many
-    times.
+    `whom` distinguishes the ranks of a fault that hits several; a fault with `times` may be claimed that many times.
     """
     fired = Firing(id=fault.id, kind=fault.kind, t_s=time.time(), monotonic_s=time.monotonic(), **where)
     for count in range(fault.times):

@@ -89,8 +89,10 @@ class Injector(DrillHooks):
         self._began_s = time.monotonic()
 
     def targets(self, step: int, targets: torch.Tensor) -> torch.Tensor:
-        """Return the targets; in a replay all are ignored where the model replica of this rank was left out of the
-        step."""
+        """Return the targets.
+
+        In a replay all are ignored where the model replica of this rank was left out of the step.
+        """
         return torch.full_like(targets, IGNORED) if self._rank in self._left_out.get(str(step), ()) else targets
 
     def gradients(self, step: int, grads: Sequence[torch.Tensor]) -> None:

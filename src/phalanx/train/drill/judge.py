@@ -61,8 +61,8 @@ def judge_history(
 ) -> list[Verdict]:
     """Return all verdicts that follow from one history, and from its replay where there is one.
 
-    `expected` returns the samples of a step in the sampler's order; `full` lists the processes with a full disk,
-    and when.
+    `expected` returns the samples of a step in the sampler's order; `full` lists the processes with a full disk, and
+    when.
     """
     verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
     verdicts.insert(3, judge_samples(history, expected, full))
@@ -177,8 +177,7 @@ def judge_restores(history: DrillHistory) -> Verdict:
 def _is_unreported(
     history: DrillHistory, before: GenerationHistory | None, generation: GenerationHistory, *, done: int
 ) -> bool:
-    """True when rank 0 died between a commit and its event line: the restored step is newer than its last line, and
-    done."""
+    """True when rank 0 died between a commit and its event line: the restored step is newer than its last line."""
     if before is None or not max(generation.kept, default=0) < generation.restore_step <= done:
         return False
     incidents = [event for event in history.incidents if int(event.get("epoch", -1)) == before.number]
@@ -308,9 +307,9 @@ def _died_at_step(history: DrillHistory, one: StepExecution, rank: int, full: Co
 def _took_along(history: DrillHistory, one: StepExecution, rank: int, disk: FullDisk) -> bool:
     """True when a process was killed while it still held the event line of a step that its full disk had refused.
 
-    Such lines wait in the memory of the process, up to a limit, and the first write that succeeds writes them all.
-    So the line was written while the disk was full, no event came after it, and the process did not live to write
-    when there was room again.
+    Such lines wait in the memory of the process, up to a limit, and the first write that succeeds writes them all. So
+    the line was written while the disk was full, no event came after it, and the process did not live to write when
+    there was room again.
     """
     if one.ended_s < disk.begin_s - FLUSH_S - SKEW_S or one.ended_s > disk.end_s + SKEW_S:
         return False
@@ -360,8 +359,7 @@ def _repeated_sample(history: DrillHistory) -> str:
 
 
 def _host_ends(history: DrillHistory, number: int) -> dict[str, float]:
-    """Return by host when the next generation began: its members had answered by then, so had left generation
-    `number`."""
+    """Return by host when the next generation began: its members had left generation `number` by then."""
     ends: dict[str, float] = {}
     for generation in history.generations:
         if generation.number > number and generation.went_s is not None:

@@ -124,8 +124,10 @@ def listening_ports(pids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _parse_address(text: str, family: int) -> str:
-    """Parse an address of /proc/net/tcp, whose 4-byte groups are in the machine's byte order; the loopback for
-    "any"."""
+    """Parse an address of /proc/net/tcp, whose 4-byte groups are in the machine's byte order.
+
+    Returns the loopback for the address "any".
+    """
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     if not any(raw):
         return "127.0.0.1" if family == socket.AF_INET else "::1"

@@ -109,10 +109,10 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
 def _match_incidents(history: DrillHistory, firings: Sequence[Firing], patience_s: float) -> dict[int, Event]:
     """Return the incident in which each firing was noticed, by index in `firings`; firings not noticed are missing.
 
-    An incident belongs to the faults whose rank or host it names, and to all faults that came before it and were
-    not yet due to be noticed: processes fail together, and only the first that is detected is named. An older fault
-    gets an incident only where no newer fault explains it. A rank that hangs on a host that is then frozen or lost
-    is noticed with its host, however long that takes: no process is left to report it.
+    An incident belongs to the faults whose rank or host it names, and to all faults that came before it and were not
+    yet due to be noticed: processes fail together, and only the first that is detected is named. An older fault gets
+    an incident only where no newer fault explains it. A rank that hangs on a host that is then frozen or lost is
+    noticed with its host, however long that takes: no process is left to report it.
     """
     waiting = {at: firing for at, firing in enumerate(firings) if FAULT_KINDS[firing.kind].ends}
     noticed: dict[int, Event] = {}
@@ -285,8 +285,8 @@ def _first_step(generation: GenerationHistory | None) -> StepExecution | None:
 def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn: bool = False) -> list[Verdict]:
     """Judge whether damaged checkpoints were refused; an empty list where no file was damaged.
 
-    The ranks have their state in memory, and the disk is read only when every copy of a part is gone. A damaged
-    file that was never read proves nothing, so the verdict is not judged, unless the faults were `drawn` at random.
+    The ranks have their state in memory, and the disk is read only when every copy of a part is gone. A damaged file
+    that was never read proves nothing, so the verdict is not judged, unless the faults were `drawn` at random.
     """
     hits = [outcome for outcome in found if outcome.kind == "damage"]
     if not hits:

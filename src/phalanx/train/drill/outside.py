@@ -1,7 +1,7 @@
 """The drill suite `outside`: attacks on Phalanx from outside that once broke it, as drills that any user can run.
 
-Each is a real fault in a real run, or real damage between a stop and the next start, with one sentence that states
-the required outcome.
+Each is a real fault in a real run, or real damage between a stop and the next start, with one sentence that states the
+required outcome.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The folder in which the drills of the suite `outside` run, with its own data, job and runs.
 
-No file of the user is touched: files are damaged only in this folder. Runs that are compared have the same steps
-and layout, so one run without a fault serves all of them, and one stopped run is copied for every drill that
-changes files between a stop and the next start.
+No file of the user is touched: files are damaged only in this folder. Runs that are compared have the same steps and
+layout, so one run without a fault serves all of them, and one stopped run is copied for every drill that changes files
+between a stop and the next start.
 """
 
 from __future__ import annotations
@@ -148,8 +148,10 @@ class OutsideStage:
         until: Callable[[], bool] | None = None,
         signals: Sequence[int] = (),
     ) -> CommandResult:
-        """Run `phalanx WORDS`; `most_bytes` limits its address space, `signals` are sent in turn while `until`
-        holds."""
+        """Run `phalanx WORDS` and wait for its end.
+
+        `most_bytes` limits its address space, `signals` are sent in turn while `until` holds.
+        """
 
         def limit() -> None:
             if most_bytes is not None:

@@ -1,7 +1,7 @@
 """Network links between the peers of a drill that can be cut and slowed: a relay in this process per pair of peers.
 
-While a link is cut, its bytes wait, connections stay open and new ones get no answer, as if every packet were lost
-on the way: neither side is notified that the other is gone.
+While a link is cut, its bytes wait, connections stay open and new ones get no answer, as if every packet were lost on
+the way: neither side is notified that the other is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Cable:
 
 
 class PeerCables:
-    """All links of a drill. A function in `targets` returns the address where a peer listens, None while it does
-    not."""
+    """All links of a drill.
+
+    A function in `targets` returns the address where a peer listens, None while it does not.
+    """
 
     def __init__(self, targets: dict[int, Callable[[], Address | None]]) -> None:
         self._targets = targets

@@ -137,11 +137,9 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
 
 
 def honest_departures(records: Sequence[PeerRecord], liars: Collection[int], *, inner_steps: int) -> tuple[Fault, ...]:
-    """Return faults that make each excluded liar leave as an honest peer, before the exchange in which it was
-    excluded.
+    """Return faults that make each excluded liar leave as an honest peer, before the exchange in which it was excluded.
 
-    Fewer peers take more samples each between two exchanges of the same global batch: three ended 0.03 nats below
-    four.
+    Fewer peers take more samples each between two exchanges of the same global batch: three ended 0.03 nats below four.
     """
     steps: dict[int, int] = {}
     for number in sorted(liars):
@@ -345,8 +343,8 @@ def draw_peer_faults(
 ) -> tuple[Fault, ...]:
     """Draw faults of peers that come and go; the same for the same seed.
 
-    A majority of the peers is always present, and the first peer is never cut off. No fault begins in the last
-    tenth of the time, so that all peers meet again before the end.
+    A majority of the peers is always present, and the first peer is never cut off. No fault begins in the last tenth
+    of the time, so that all peers meet again before the end.
     """
     source = random.Random(seed)
     # Peer number -> seconds when it is back.

@@ -247,8 +247,8 @@ def faulty_group(run: Run, group: GroupLink) -> GroupLink:
     """Return the group of this peer, wrapped where its drill has faults for it; the group itself outside of drills.
 
     In a drill that compares losses (`equal_shares`) no peer reports its pace, so all are dealt equal shares. Shares
-    that follow measured paces differ from run to run, and `clipped-mean` cuts the larger ones: 0.009 nats between
-    two runs.
+    that follow measured paces differ from run to run, and `clipped-mean` cuts the larger ones: 0.009 nats between two
+    runs.
     """
     faults, launch = own_faults(run), run.launch()
     hides_pace = launch.get("drill") is True and launch.get("equal_shares") is True

@@ -242,8 +242,8 @@ def judge_named(
 ) -> Verdict:
     """Peers that are gone, or send what must not count, are named; and no other peer was left out of a round.
 
-    A fault that heals before `dead_after_s` is over (`lasting`: length by the text of a fault; 0 is for good) needs
-    no notice.
+    A fault that heals before `dead_after_s` is over (`lasting`: length by the text of a fault; 0 is for good) needs no
+    notice.
     """
     rounds, ids = rounds_of(records), {record.number: record.id for record in records}
     must, late, wrong = [], 0, []
@@ -282,8 +282,8 @@ def judge_named(
 def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liars: Collection[int]) -> Verdict:
     """The final held-out loss of honest peers is at most LOSS_MARGIN above that of the same run without lies.
 
-    Both runs are evaluated on the same sequences, so the standard error is that of the differences by sequence.
-    Where it is more than half of the limit, nothing can be concluded.
+    Both runs are evaluated on the same sequences, so the standard error is that of the differences by sequence. Where
+    it is more than half of the limit, nothing can be concluded.
     """
     name = "the loss is that of honest training"
     ends = [

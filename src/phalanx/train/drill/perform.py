@@ -97,8 +97,10 @@ class DrillResult:
 def perform_drill(
     scene: DrillSettings, faults: Sequence[Fault], *, reference: DrillHistory | None = None
 ) -> DrillResult:
-    """Train with the faults, replay without them, and judge. A `reference` of the same member sequence saves the
-    replay."""
+    """Train with the faults, replay without them, and judge.
+
+    A `reference` of the same member sequence saves the replay.
+    """
     run = _make_run(scene, scene.runs, faults, {})
     scene.tell(f"  run: {run.path}")
     ended = _run_drill(scene, run, faults)
@@ -299,8 +301,8 @@ def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[
 def _planned_effective(plan: Plan, *, trained_s: float, failures: int) -> float:
     """Return the share of time that trains if each of the drill's failures cost what the plan assumed.
 
-    With in-memory checkpoints only a step is redone. A drill fails far more often than a cluster, so its failures
-    are added to the time that it trained: taken as a rate they could cost more time than there is.
+    With in-memory checkpoints only a step is redone. A drill fails far more often than a cluster, so its failures are
+    added to the time that it trained: taken as a rate they could cost more time than there is.
     """
     figures = plan.reliability
     redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2

@@ -1,8 +1,8 @@
 """Judge drills of `fault.on_loss = "leave-out"` from the records alone: which model replicas learnt each step. Pure.
 
-Within a generation ranks record which replicas are present each time that changes ("regroup" events), and from
-which step they continue. A rank records no step where its replica was out, or where it took over a step that
-another replica had finished.
+Within a generation ranks record which replicas are present each time that changes ("regroup" events), and from which
+step they continue. A rank records no step where its replica was out, or where it took over a step that another replica
+had finished.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class ReplicaPresence:
 
 
 def left_out_ranks(history: DrillHistory, presence: ReplicaPresence) -> dict[str, list[int]]:
-    """Return, by step of the chain, the ranks that it was done without; in a replay they learn nothing from it
-    either."""
+    """Return, by step of the chain, the ranks it was done without, which learn nothing from it in a replay either."""
     return {
         str(execution.step): sorted(
             rank for replica in out for rank in presence.replicas[execution.generation].ranks(replica)
@@ -168,8 +167,10 @@ def judge_replica_steps(history: DrillHistory, presence: ReplicaPresence) -> Ver
 
 
 def judge_replica_samples(history: DrillHistory, presence: ReplicaPresence, expected: ExpectedSamples) -> Verdict:
-    """Replicas that were present learnt from their samples of the step, each once; those of absent replicas are
-    skipped."""
+    """Replicas that were present learnt from their samples of the step, each once.
+
+    The samples of absent replicas are skipped.
+    """
     wrong = []
     total = skipped = unknown = 0
     for execution in history.chain:
@@ -218,8 +219,8 @@ def _has_gap(
 ) -> bool:
     """True when a rank may lack a step that it took part in: it was lost then, or took the step's result from others.
 
-    This holds only for the first steps of a gap: a replica that is out does not take part, and a killed rank loses
-    its last lines.
+    This holds only for the first steps of a gap: a replica that is out does not take part, and a killed rank loses its
+    last lines.
     """
     gaps = presence.gaps.get((generation.number, rank), ())
     if any(step in gap and step - gap.start < LAST_STEPS for gap in gaps):

@@ -1,9 +1,9 @@
 """Choose the faults of a drill: two standard drills, random faults at a rate (chaos), the smallest set that fails.
 
 In the first standard drill ranks are killed in a collective and at every point of a save, one hangs, a gradient is
-poisoned, a bit flips, both hosts fail and the newest checkpoint is damaged before they are back; then SIGTERM. It
-is replayed without faults, bit by bit. In the second a rank is slow, and another fails at each of its starts, until
-the run gives up.
+poisoned, a bit flips, both hosts fail and the newest checkpoint is damaged before they are back; then SIGTERM. It is
+replayed without faults, bit by bit. In the second a rank is slow, and another fails at each of its starts, until the
+run gives up.
 """
 
 from __future__ import annotations

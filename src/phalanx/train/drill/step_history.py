@@ -1,8 +1,8 @@
 """Rebuild from its records what a run did: every execution of every step, and the chain of those that stayed.
 
-A rank's state after a step is identified by its *lineage*: from which state, in which layout, the step was taken.
-Two executions of one lineage are the same computation and must give the same bits, even when one of them was undone
-by a restore, or done in another run.
+A rank's state after a step is identified by its *lineage*: from which state, in which layout, the step was taken. Two
+executions of one lineage are the same computation and must give the same bits, even when one of them was undone by a
+restore, or done in another run.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ class DrillHistory:
 
     @property
     def trained(self) -> list[GenerationHistory]:
-        """The generations that trained; one ends before a restore when a member fails before the others have
-        answered."""
+        """The generations that trained.
+
+        A generation ends before its restore when a member fails before the others have answered.
+        """
         return [generation for generation in self.generations if generation.restored or generation.steps]
 
     @property
