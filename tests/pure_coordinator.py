@@ -21,6 +21,7 @@ from phalanx.elastic.coordinator_state import (
     ListCheckpoints,
     RecordEvent,
     RecordEvidence,
+    RollBack,
     SavedState,
     Send,
 )
@@ -78,6 +79,8 @@ class PureRun:
         self.collectives = dict[str, dict[str, list[int]]]()  # those that its ranks were in
         self.sent, self.events = list[tuple[str, dict[str, Any]]](), list[dict[str, Any]]()
         self.evidence = list[Mapping[int, str]]()
+        self.rollbacks = list[RollBack]()
+        self.progress = dict[str, list[float]]()  # step, phase and age of each host's ranks, in its heartbeats
         self.end: EndRun | None = None
         self.fenced = list[int]()  # generations that were begun
         self.begin(SavedState())
@@ -104,6 +107,8 @@ class PureRun:
                 self.evidence.append(action.last_collectives)
             elif isinstance(action, BeginGeneration):
                 self.fenced.append(action.generation)
+            elif isinstance(action, RollBack):
+                self.rollbacks.append(action)
             elif isinstance(action, EndRun):
                 self.end = action
             elif isinstance(action, ListCheckpoints):
@@ -142,7 +147,7 @@ class PureRun:
     def beat(self, *hosts: str) -> None:
         """Agents say that they live."""
         for host in hosts:
-            self.hear(host, "beat", epoch=self.state.saved.generation, progress=None)
+            self.hear(host, "beat", epoch=self.state.saved.generation, progress=self.progress.get(host))
 
     def tick(self, seconds: float = 0.0) -> None:
         """Time passes at once: more than a second is a pause of the coordinator."""
