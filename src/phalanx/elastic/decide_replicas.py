@@ -175,8 +175,7 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
 def _spare_slots(
     state: CoordinatorState, places: dict[int, HostSlot], lost: Sequence[int]
 ) -> dict[int, HostSlot] | None:
-    """Return slots for lost ranks: with a process and no rank, on as few hosts as possible; None where too few are
-    free."""
+    """Return slots with a process and no rank for lost ranks, on as few hosts as possible; None if too few are free."""
     membership = state.membership
     # Checked first, so that not every slot is visited at every tick.
     if state.num_usable < membership.world:
@@ -203,8 +202,7 @@ def _move_ranks(decision: Decision, places: dict[int, HostSlot]) -> None:
 
 
 def _shrink_instead(decision: Decision) -> None:
-    """Shrink the job after a while without slots for the replica, where it may, so that it learns from
-    whole batches."""
+    """Shrink the job, where it may, after a while without slots for the replica, to learn from whole batches."""
     state, membership = decision.state, decision.state.membership
     state.short_s = decision.now_s if state.short_s is None else state.short_s
     if decision.now_s - state.short_s < SHORT_S or state.job.fault.recovery != "auto":
