@@ -241,7 +241,8 @@ class ReplicaStore:
 class NeededReplicas:
     """The snapshots that must stay: of this generation, and the (generation, step) it was restored from.
 
-    Of both only those from step `held` on stay. `held` is the newest step of this generation that all ranks hold, -1 while there is none.
+    Of both only those from step `held` on stay: the newest step of this generation that all ranks hold, -1 while there
+    is none.
     """
 
     generation: int

@@ -182,7 +182,7 @@ def store_record(record: Path, folder: Path) -> Path:
 
 
 def _record_name(record: Mapping[str, Any]) -> str:
-    """Return the file name: one per profile, part of the suite and job; parts share "other" outside the suite."""
+    """Return the file name: one per profile, part of the suite and job; drills outside the suite are part "other"."""
     words = [str(record.get(name) or "other") for name in ("profile", "part")]
     words.append(_subject_name(record.get("subject")))
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words if word) + ".json"
