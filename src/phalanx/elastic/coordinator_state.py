@@ -454,7 +454,7 @@ class GivenUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRun:
-    """End the run and write how it ended; coordinator_actions.py completes the message with the checkpoints on the disk."""
+    """Write how the run ended; coordinator_actions.py completes the message with the checkpoints on the disk."""
 
     state: Literal["done", "stopped", "failed"]
     exit_code: int

@@ -111,7 +111,7 @@ class Lineage:
     ceilings: tuple[tuple[int, int | None], ...] = ()
 
     def begin(self, generation: int, *, source: tuple[int, int] | None) -> Lineage:
-        """Return the lineage after `generation` continued from (generation, step) in memory; None: from disk or the start.
+        """Return the lineage after `generation` continued from (generation, step) in memory; None: disk or start.
 
         >>> line = Lineage().begin(4, source=None).begin(5, source=(4, 8))
         >>> [line.allows(4, 8), line.allows(4, 9), line.allows(5, 9), line.allows(3, 7)]
