@@ -47,6 +47,27 @@ def test_ranks_that_leave_in_different_states_form_again() -> None:
     assert (run.generation, run.end) == (2, None)
 
 
+def test_one_of_two_lost_processes_that_is_still_to_come_is_waited_for() -> None:
+    run = PureRun({"a": 4})
+    run.start()
+    run.lose("a", 1)
+    run.lose("a", 2, is_replaced=False)
+    run.tick()
+    assert run.generation == 1
+    run.fill("a", 2, 1200)
+    run.tick()
+    assert (run.generation, run.places) == (2, "a0 a1 a2 a3")
+
+
+def test_slots_of_a_bad_host_are_not_waited_for_when_the_process_that_was_lost_is_there() -> None:
+    run = PureRun({"a": 2, "b": 2})
+    run.start()
+    run.hear("b", "unfit", epoch=1, problems=["disk: full"])
+    run.lose("a", 1)
+    run.tick()
+    assert (run.generation, run.places) == (2, "a0 a1")
+
+
 # ---- incidents -------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +273,7 @@ def test_a_slot_at_its_limit_without_another_is_waited_for(comes_s: float | None
 
 
 def test_a_slot_that_reaches_two_limits_at_once_is_set_aside_once() -> None:
-    run = PureRun({"a": 5})
+    run = PureRun({"a": 6})
     run.start()
     for _ in range(3):
         run.pass_time(25.0, by_s=0.5)

@@ -147,6 +147,7 @@ def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
 def _record_incident(decision: Decision, cause: Failure) -> None:
     """Record the incident, once; a slot that fails repeatedly is quarantined when there is another."""
     state, membership = decision.state, decision.state.membership
+    assert state.noticed_s is not None
     if not state.is_new_incident:
         return
     history = _history_with(decision, cause)
@@ -169,7 +170,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
         stack=cause.stack,
         others=[rank for rank in sorted(state.failures) if rank != cause.rank],
         in_a_row=state.saved.failures,
-        waited_s=round(decision.now_s - state.noticed_s, 3) if state.noticed_s is not None else 0.0,
+        waited_s=round(decision.now_s - state.noticed_s, 3),
     )
 
 
