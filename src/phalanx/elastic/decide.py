@@ -386,7 +386,7 @@ def _slot_names(slots: tuple[int, ...]) -> frozenset[str]:
 
 
 def _present_rank(state: CoordinatorState, host: HostView, message: Message) -> int | None:
-    """The rank of the present membership that a message is about."""
+    """Return the rank that a message is about, if it is of the present generation."""
     membership = state.saved.membership
     if membership is None or int(message["epoch"]) != membership.generation:
         return None
