@@ -260,7 +260,7 @@ def test_a_table_of_chunks_is_made_anew_when_tensors_move_or_are_others() -> Non
     chunks = chunk_table(tensors, HOST, None)
     shorter = [tensors[0][:64], tensors[1]]  # at the same addresses
     assert chunk_table(shorter, HOST, chunks).lengths.tolist() == [32, 4096]
-    tensors[1].data = numbers(8192).clone()
+    tensors[1].data = numbers(8192)
     moved = chunk_table(tensors, HOST, chunks)
     assert moved is not chunks
     assert moved.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
@@ -280,3 +280,52 @@ def test_a_kernel_gets_only_what_it_can_add_up(monkeypatch: pytest.MonkeyPatch) 
     assert calls == []
     assert sum_on_gpu(even, chunk_table(even, HOST, None)).tolist() == [0]
     assert calls == [[0]]
+
+
+@pytest.fixture
+def gpu_sums(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Tensors in host memory count as being on two GPUs, by name; return the GPUs whose kernel was called."""
+    kernel_calls: list[torch.device] = []
+
+    def place_by_name(names: list[str], tensors: list[torch.Tensor]) -> memory_sums._Resting:
+        places: dict[torch.device, list[int]] = {}
+        for index, name in enumerate(names):
+            places.setdefault(torch.device(name.split("/")[0]), []).append(index)
+        tensors_at = {place: [tensors[index] for index in indices] for place, indices in places.items()}
+        return memory_sums._Resting(names=names, tensors=tensors, places=places, tensors_at=tensors_at)
+
+    def make_table(tensors: list[torch.Tensor], device: torch.device, last: object) -> memory_sums.ChunkTable:
+        kernel_calls.append(device)
+        return chunk_table(tensors, HOST, None)
+
+    monkeypatch.setattr(memory_sums._Resting, "of", place_by_name)
+    monkeypatch.setattr(memory_sums, "chunk_table", make_table)
+    monkeypatch.setattr(memory_sums, "load_kernel", lambda: None)
+    return kernel_calls
+
+
+PLACED = ("cpu/a", "cuda:0/b", "cuda:1/c", "cuda:0/d")
+
+
+@pytest.mark.parametrize("changed", [(), ("cpu/a",), ("cuda:0/b",), ("cuda:0/d",), ("cuda:1/c", "cuda:0/d"), PLACED])
+def test_changes_on_each_device_are_found(changed: tuple[str, ...], gpu_sums: list[torch.device]) -> None:
+    """Before the kernel is loaded and after; the names come in the order of the tensors."""
+    shards = [shard(numbers(64 + index), name) for index, name in enumerate(PLACED)]
+    sums = MemorySums(HOST)
+    for number in range(1, 5):
+        sums.remember(shards)
+        for one in shards:
+            if one.name in changed:
+                one.tensor[3] += 1.0
+        assert bool(sums.compare()) == bool(changed)
+        assert tuple(name for name, _ in sums.changed()) == changed
+        # Both sums of a step, on both GPUs, from the third step on.
+        assert len(gpu_sums) == 4 * max(0, number - 2)
+
+
+def test_offloaded_tensors_are_left_out_and_those_on_a_gpu_are_not(gpu_sums: list[torch.device]) -> None:
+    shards = [shard(numbers(64), name) for name in PLACED[:2]]
+    sums = MemorySums(torch.device("cuda"))
+    sums.remember(shards, offloaded=False)
+    assert sums._kept is not None
+    assert sums._kept.places == (torch.device("cuda:0"),)
