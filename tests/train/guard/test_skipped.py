@@ -22,6 +22,7 @@ def take(callback: SkippedSteps, step: int, *, skipped: bool) -> None:
 
 def test_the_steps_before_a_streak_are_trusted_until_a_step_is_taken() -> None:
     callback = SkippedSteps(3)
+    assert callback.trusted_step == 0, "no step is trusted before the run starts"
     seen = []
     for step, skipped in enumerate((False, True, True, False, True), 21):
         take(callback, step, skipped=skipped)

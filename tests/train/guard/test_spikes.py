@@ -27,6 +27,7 @@ def test_a_spike_is_many_times_the_median() -> None:
 def test_off() -> None:
     spikes = SpikeDetector(0.0)
     assert not any(spikes.is_spike(norm) for norm in [1.0] * 50 + [1e30])
+    assert spikes.state() == {"norms": []}, "nothing is kept for a detector that is off"
 
 
 def test_what_is_not_finite_is_left_to_others() -> None:
@@ -42,6 +43,20 @@ def test_a_new_level_becomes_usual_with_the_window() -> None:
         spikes.is_spike(1.0)
     assert not any(spikes.is_spike(2.5) for _ in range(20))
     assert not spikes.is_spike(7.0)
+
+
+def test_the_default_window_is_128_norms() -> None:
+    spikes = SpikeDetector(3.0)
+    assert not any(spikes.is_spike(norm) for norm in [1.0] * 128 + [2.5] * 63)
+    assert spikes.is_spike(7.0), "65 of the last 128 norms are 1.0"
+    assert not any(spikes.is_spike(2.5) for _ in range(2))
+    assert not spikes.is_spike(7.0), "65 of the last 128 norms are 2.5"
+
+
+def test_small_norms_have_spikes_too() -> None:
+    spikes = SpikeDetector(3.0)
+    assert not any(spikes.is_spike(1e-6) for _ in range(16))
+    assert spikes.is_spike(1e-5)
 
 
 def test_a_run_of_nothing_but_zeros() -> None:
@@ -63,3 +78,13 @@ def test_the_same_verdicts_after_a_checkpoint() -> None:
     resumed.load(json.loads(json.dumps(first.state())))
     assert early + [resumed.is_spike(norm) for norm in [1.0, 9.0]] == expected
     assert resumed.state() == through.state()
+
+
+def test_loading_replaces_the_norms_seen_before() -> None:
+    """As in a process that went back to a checkpoint."""
+    spikes = SpikeDetector(3.0, window=32)
+    for _ in range(32):
+        spikes.is_spike(100.0)
+    spikes.load({"norms": [1.0] * 16})
+    assert spikes.state() == {"norms": [1.0] * 16}
+    assert spikes.is_spike(4.0)

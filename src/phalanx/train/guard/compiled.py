@@ -320,7 +320,7 @@ def _share_text(value: float) -> str:
     >>> _share_text(0.41), _share_text(4.7e-6), _share_text(math.inf)
     ('41.0%', '4.7e-06', 'inf')
     """
-    return f"{value:.1%}" if 1e-3 <= value < math.inf else f"{value:.1e}" if value < 1e-3 else str(value)
+    return f"{value:.1%}" if 1e-3 <= value < math.inf else f"{value:.1e}"
 
 
 def cache_folder() -> str:

@@ -87,9 +87,8 @@ class ReplicaGuard:
         self._sums = MemorySums(device)  # sums of the `at_rest` shards after the last update
         # Largest number of sets on any rank; negative until the ranks have agreed on it.
         self._most_sets = -1
-        self.last: dict[
-            str, str
-        ] = {}  # digests at the last check without a difference, by boxes; for `settle_divergence`
+        # Digests at the last check without a difference, by boxes; for `settle_divergence`.
+        self.last: dict[str, str] = {}
 
     @property
     def is_on(self) -> bool:
@@ -200,7 +199,7 @@ def _broadcast_names(names: Sequence[str], *, source: int) -> tuple[str, ...]:
     """Return the names that rank `source` passes, on every rank."""
     text = "\n".join(names).encode()[:TEXT]
     sent = torch.zeros(TEXT, dtype=torch.uint8)
-    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     if _world_size() > 1:
         dist.broadcast(sent, src=source)
     reported = sent.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -280,8 +279,7 @@ def fold_shards(shards: Sequence[TensorShard]) -> list[Words]:
 def fold_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number for each row of the tensor's bytes, on its device."""
     weights = _digest_weights(tensor.device)
-    folded = [_fold_rows(words, weights) for words in _tensor_words(tensor)]
-    return torch.cat(folded) if folded else torch.empty(0, dtype=torch.int64, device=tensor.device)
+    return torch.cat([_fold_rows(words, weights) for words in _tensor_words(tensor)])
 
 
 def _tensor_words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

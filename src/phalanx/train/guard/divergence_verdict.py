@@ -49,13 +49,15 @@ class Divergence:
                 why="memory does not fail on all ranks at once: code other than the optimizer wrote to them",
                 fix="change weights in a callback (phalanx.Callback), which the comparison knows of",
             )
+        names = f"rank {ranks}" if len(self.suspects) == 1 else f"ranks {ranks}"
         if self.kind == "rest":
-            names = f"rank {ranks}" if len(self.suspects) == 1 else f"ranks {ranks}"
             what = f"weights or optimizer state of {names} changed between two updates{of}"
         elif self.certain:
-            what = (
-                f"rank {ranks} holds other values than its {plural(len(self.digests) - len(self.suspects), 'copy')}{of}"
-            )
+            copies = plural(len(self.digests) - len(self.suspects), "copy")
+            holds = f"holds other values than its {copies}"
+            if len(self.suspects) > 1:
+                holds = f"hold other values than the {copies} that agree"
+            what = f"{names} {holds}{of}"
         else:
             what = f"copies on ranks {ranks} differ, and no majority tells which is right{of}"
         return Problem(
@@ -84,7 +86,9 @@ def judge_claims(step: int, claims: Sequence[DigestClaim]) -> Divergence | None:
     sets: dict[str, list[DigestClaim]] = {}
     for claim in claims:
         sets.setdefault(claim.boxes, []).append(claim)
-    divergences = [verdict for boxes in sorted(sets) if (verdict := _judge_set(step, boxes, sets[boxes])) is not None]
+    divergences = [
+        verdict for boxes, members in sets.items() if (verdict := _judge_set(step, boxes, members)) is not None
+    ]
     return min(
         divergences,
         key=lambda divergence: (not divergence.certain, divergence.suspects, divergence.boxes),

@@ -121,7 +121,7 @@ class ReplicaComparison(Callback):
             if wrong is not None:
                 what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
                 raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
-        if self.guard.is_due(step) or is_saved:
+        if is_compared:
             self._sound_step = step
 
     def digest(self, training: TrainingContext) -> tuple[str | None, float | None]:
@@ -183,9 +183,8 @@ def odd_replicas(digests: Mapping[int, bytes]) -> list[int]:
     >>> odd_replicas({0: b"a", 1: b"b", 2: b"a"}), odd_replicas({0: b"a", 1: b"b"}), odd_replicas({})
     ([1], [], [])
     """
-    counts = Counter(digests.values())
-    digest, count = counts.most_common(1)[0] if counts else (b"", 0)
-    return [replica for replica, own in digests.items() if own != digest] if 2 * count > len(digests) else []
+    majority = {digest for digest, count in Counter(digests.values()).items() if 2 * count > len(digests)}
+    return [replica for replica, own in digests.items() if majority and own not in majority]
 
 
 FIRST_RANK_BUFFER = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
