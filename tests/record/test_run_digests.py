@@ -116,6 +116,13 @@ def test_the_newest_step_that_was_saved(run: Run) -> None:
     assert run.committed_step() == 20
     events.write("ready", step=15, source="memory")  # it went back behind it
     assert run.committed_step() == 10
+    events.write("checkpoint", step=20, phase="commit", path="step-00000020")
+    supervisor = EventWriter(run.supervisor, rank=-1)
+    supervisor.write("rollback", step=22, target=10, set_aside=[20])
+    supervisor.close()
+    assert run.committed_step() == 10, "set aside, and the run ended before it was ready again"
+    events.write("checkpoint", step=20, phase="commit", path="step-00000020")
+    assert run.committed_step() == 20, "saved again"
     events.close()
 
 

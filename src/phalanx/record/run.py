@@ -321,16 +321,28 @@ class Run:
         return read_run_id(self.path)
 
     def committed_step(self) -> int | None:
-        """Return the newest step that rank 0 reported as saved and did not go back behind afterwards."""
-        saved: set[int] = set()
+        """Return the newest step that rank 0 reported as saved and did not go back behind afterwards.
+
+        Checkpoints that a roll-back set aside do not count, also where the run ended before it was ready again.
+        """
+        saved: dict[int, float] = {}
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"', b'"ready"')):
             step = integer(event, "step")
             if step is None:
                 continue
             if event["event"] == "checkpoint" and event.get("path"):
-                saved.add(step)
+                saved[step] = number(event, "t") or 0.0
             elif event["event"] == "ready":
-                saved = {saved_step for saved_step in saved if saved_step <= step}
+                saved = {saved_step: saved_s for saved_step, saved_s in saved.items() if saved_step <= step}
+        for event in EventReader(self.supervisor).stream(only=(b'"rollback"',)):
+            steps = event.get("set_aside") if event["event"] == "rollback" else None
+            rolled_back_s = number(event, "t") or 0.0
+            set_aside = steps if isinstance(steps, list) else []
+            saved = {
+                saved_step: saved_s
+                for saved_step, saved_s in saved.items()
+                if saved_step not in set_aside or saved_s > rolled_back_s
+            }
         return max(saved, default=None)
 
     def launch(self) -> dict[str, Any]:
